@@ -67,62 +67,80 @@ def evaluate_backbone(
     """
     on_backbone = takes_backbone(config.eval.evaluations)
     evaluations = {k: c for k, c in config.eval.evaluations.items() if k not in on_backbone}
-    frozen, world = backbone, world or World()
-    if not evaluations:
-        with connected(world, frozen):
-            on_images = run_on_backbone(on_backbone, frozen, config, sources, device)
-        return {} if world.rank else on_images
-    main = {} if sources.val is None and sources.val_sets else {"": sources.val}
-    tests: dict[str, Source | None] = {**main, **sources.val_sets}  # None: the training images
     learning = evaluations.keys() - label_free(evaluations).keys()
+    tests = _test_sets(sources) if evaluations else {}
     if None in tests.values():
         check_test_set(learning)
-    counts_of = {
-        name: LabelCounts.of_sources(Sources(sources.train, s)) for name, s in tests.items()
-    }
-    for counts in counts_of.values():
-        if counts is not None and learning:
-            check_label_counts(evaluations, counts)
-    backbone = evaluated_model(frozen, config.eval).to(device)
-    needs_train = bool(learning) or None in tests.values()
-    read = {"data": sources.train} if needs_train else {}
+    counts = {n: LabelCounts.of_sources(Sources(sources.train, s)) for n, s in tests.items()}
+    for expected in counts.values() if learning else ():
+        if expected is not None:
+            check_label_counts(evaluations, expected)
+    read = {"data": sources.train} if learning or None in tests.values() else {}
     read |= {val_key(name): source for name, source in tests.items() if source is not None}
-    with connected(world, backbone):  # evaluations of features run on rank 0 only
-        parts = [
-            iterate_source(backbone, config, s, device=device, key=key, tell=tell)
-            for key, s in read.items()
-        ]
-        if is_primary():
-            features = dict(zip(read, map(collect, parts), strict=True))
-        else:
-            deque(chain.from_iterable(parts), maxlen=0)
-        on_images = run_on_backbone(on_backbone, frozen, config, sources, device)
+
+    world = world or World()
+    with connected(world, backbone):
+        model = evaluated_model(backbone, config.eval).to(device) if read else backbone
+        features = _extract(model, config, read, device, tell)
+        on_images = run_on_backbone(on_backbone, backbone, config, sources, device)
     if world.rank:
         return {}
-    train = features.get("data")
     row: dict[str, float] = {}
     for name, source in tests.items():
         test = features["data" if source is None else val_key(name)]
-        shared = count_shared_images(train, test) if train is not None and source is not None else 0
-        if shared:
+        train = features.get("data", test)
+        if train is not test and (shared := count_shared_images(train, test)):
             tell(f"warning: {shared} of {len(test)} test images are also training images")
         with stage("evaluate", at_once=True):
-            figures = evaluate_features(
-                backbone, evaluations, test if train is None else train, test
-            )
-        if not learning:
-            row |= of_set(name, {**figures, "test_images": len(test)})
-            continue
-        before = counts_of[name]
-        counts = LabelCounts.of_targets(  # readable images only
-            features["data"].targets,
-            test.targets,
-            names=None if before is None else before.names,
-            leave_one_out=test is train,
-        )
-        tell(f"{name}: {counts.describe()}" if name else counts.describe())
-        row |= of_set(name, {**figures, **counts.facts()})
+            figures = evaluate_features(model, evaluations, train, test)
+        row |= of_set(name, figures)
+        if learning:
+            row |= of_set(name, _describe_labels(name, train, test, counts[name], tell))
+        else:
+            row |= of_set(name, {"test_images": len(test)})
     return row | on_images
+
+
+def _test_sets(sources: Sources) -> dict[str, Source | None]:
+    """Return the test images by name; None for the training images."""
+    main = {} if sources.val is None and sources.val_sets else {"": sources.val}
+    return {**main, **sources.val_sets}
+
+
+def _extract(
+    model: nn.Module,
+    config: Config,
+    sources: dict[str, Source],
+    device: torch.device,
+    tell: Callable[[str], None],
+) -> dict[str, Features]:
+    """Return the features of sources by config key on rank 0. All ranks share the images."""
+    parts = {
+        key: iterate_source(model, config, source, device=device, key=key, tell=tell)
+        for key, source in sources.items()
+    }
+    if is_primary():
+        return {key: collect(part) for key, part in parts.items()}
+    deque(chain.from_iterable(parts.values()), maxlen=0)
+    return {}
+
+
+def _describe_labels(
+    name: str,
+    train: Features,
+    test: Features,
+    expected: LabelCounts | None,
+    tell: Callable[[str], None],
+) -> dict[str, float]:
+    """Tell the labels of the readable images of a test set, and return them as metrics."""
+    counts = LabelCounts.of_targets(
+        train.targets,
+        test.targets,
+        names=None if expected is None else expected.names,
+        leave_one_out=test is train,
+    )
+    tell(f"{name}: {counts.describe()}" if name else counts.describe())
+    return counts.facts()
 
 
 def check_test_set(names: Iterable[str]) -> None:

@@ -90,7 +90,6 @@ def open_frozen(
     from selftask.config.compose import recipes
     from selftask.config.compose.overrides import import_plugins
     from selftask.config.compose.provenance import show_path
-    from selftask.config.explain import explain_chosen
     from selftask.config.load import load_config
     from selftask.models.weights.address import PRETRAINED, check_model
 
@@ -113,40 +112,64 @@ def open_frozen(
     asked_size, rest = take("image_size", overrides)
     size = int(asked_size) if asked_size and asked_size != "null" else None
 
-    import torch
-
-    from selftask.data.loading.open_data import copy_data, open_received
     from selftask.data.source import channels_of
-    from selftask.distributed.device import keep_freed_memory, pick_device
-    from selftask.distributed.world import read_world
-    from selftask.logs import LOGGER
     from selftask.logs.lines import info_on_stderr
     from selftask.models.weights.model_source import open_model
 
-    asked = config.place("data.stage_to").startswith("command line")
-    # A run of someone else must not choose a folder to write to.
-    stage_to = config.data.stage_to if trust or asked else None
-    sources = copy_data(open_received(config, trust=trust), stage_to)
-    chosen = weights or PRETRAINED
+    sources = _open_images(config, trust)
     with info_on_stderr():
-        for line in explain_chosen(config, without=f"{show_path(Path(recipe))}:"):
-            LOGGER.debug("config: %s", line)
-        model = address if export is None else str(export)
+        _log_origins(config, without=f"{show_path(Path(recipe))}:")
         backbone, facts = loaded or open_model(
-            model, weights=chosen, trust=trust, image_size=size, prefix=prefix
+            address if export is None else str(export),
+            weights=weights or PRETRAINED,
+            trust=trust,
+            image_size=size,
+            prefix=prefix,
         )
     if not has_config and facts.get("transforms"):
         shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))
-        shown = f"eval.transforms={shown.strip()}"
-        config = load_config(recipe, [shown, *rest], trust=trust)
+        config = load_config(recipe, [f"eval.transforms={shown.strip()}", *rest], trust=trust)
     taken, there = facts.get("channels", 3), channels_of(sources.train)
     if taken != there:
         raise UserError(f"data: its images have {there} channels, and {address} takes {taken}")
-    if config.place("train.threads").startswith("command line") and config.train.threads != "auto":
-        torch.set_num_threads(config.train.threads)
+    return Frozen(backbone, facts, config, sources, _device(config))
+
+
+def _open_images(config: Config, trust: bool) -> Sources:
+    """Return the images of a config, copied to ``data.stage_to`` if the user may choose it."""
+    from selftask.data.loading.open_data import copy_data, open_received
+
+    # A run of someone else must not choose a folder to write to.
+    may_write = trust or _is_typed(config, "data.stage_to")
+    sources = open_received(config, trust=trust)
+    return copy_data(sources, config.data.stage_to if may_write else None)
+
+
+def _log_origins(config: Config, without: str) -> None:
+    from selftask.config.explain import explain_chosen
+    from selftask.logs import LOGGER
+
+    for line in explain_chosen(config, without=without):
+        LOGGER.debug("config: %s", line)
+
+
+def _device(config: Config) -> torch.device:
+    """Return the device to compute on, after setting its number of threads if it was typed."""
+    import torch
+
+    from selftask.distributed.device import keep_freed_memory, pick_device
+    from selftask.distributed.world import read_world
+
+    threads = config.train.threads
+    if threads != "auto" and _is_typed(config, "train.threads"):
+        torch.set_num_threads(threads)
     device = pick_device(config.train.device, read_world())
     keep_freed_memory(device)
-    return Frozen(backbone, facts, config, sources, device)
+    return device
+
+
+def _is_typed(config: Config, key: str) -> bool:
+    return config.place(key).startswith("command line")
 
 
 def without_old_val(words: list[str]) -> list[str]:
@@ -165,5 +188,5 @@ def without_old_val(words: list[str]) -> list[str]:
 
 def _has_lost_labels(config: Config) -> bool:
     """Return whether ``data.path`` was overridden but the run's ``labels: false`` was not."""
-    typed = [config.place(key).startswith("command line") for key in ("data.path", "data.labels")]
-    return config.data.source.args.get("labels") is False and typed == [True, False]
+    was_typed = _is_typed(config, "data.path") and not _is_typed(config, "data.labels")
+    return was_typed and config.data.source.args.get("labels") is False
