@@ -108,19 +108,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
                 LOGGER.info("out: no locks there: a run on another machine is not noticed")
             if world.rank == 0 and (lost := Status(config).close_lost()):
                 LOGGER.warning("the attempt before: %s", lost)
-            if (absence := kernel.absence()) and config.data.augment_on == "cpu":
-                LOGGER.warning("kernel: %s", absence)
-            LOGGER.log(DETAIL, "data: %s", sources.train.describe())
-            if labels is not None:
-                LOGGER.log(DETAIL, "evaluations: %s", labels)
-                task.opening["evaluate"] = labels
-            threads = torch.get_num_threads()
-            LOGGER.log(DETAIL, "threads: %d of torch, of %d cores", threads, cores())
-            settled = task.device.type == "cpu" and is_settled(config)
-            advice = None if settled else precision_advice(config.train.precision, task.device)
-            if advice:
-                LOGGER.log(DETAIL, "precision: %s", advice)
-                task.opening["precision"] = advice
+            _log_opening(task, sources, labels)
             for line in init_lines:
                 LOGGER.handle(line)
             task.sources = copy_data(sources, config.data.stage_to)
@@ -129,6 +117,29 @@ def run_task(task: Task, *, raises: bool = False) -> int:
             stop_log()
             if not in_group:
                 process_group.leave_world()
+
+
+def _log_opening(task: Task, sources: Sources, labels: str | None) -> None:
+    """Log images, labels, threads and precision; the start-up table shows labels and precision.
+
+    Args:
+        task: The task.
+        sources: Its images.
+        labels: Description of the labels for evaluations; None without evaluations.
+    """
+    config = task.config
+    if (absence := kernel.absence()) and config.data.augment_on == "cpu":
+        LOGGER.warning("kernel: %s", absence)
+    LOGGER.log(DETAIL, "data: %s", sources.train.describe())
+    if labels is not None:
+        LOGGER.log(DETAIL, "evaluations: %s", labels)
+        task.opening["evaluate"] = labels
+    LOGGER.log(DETAIL, "threads: %d of torch, of %d cores", torch.get_num_threads(), cores())
+    settled = task.device.type == "cpu" and is_settled(config)
+    advice = None if settled else precision_advice(config.train.precision, task.device)
+    if advice:
+        LOGGER.log(DETAIL, "precision: %s", advice)
+        task.opening["precision"] = advice
 
 
 _RUNNING = threading.Lock()  # held by the run of this process

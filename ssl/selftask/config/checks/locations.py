@@ -34,20 +34,26 @@ def location_problems(config: Config) -> Iterator[Problem]:
     except UserError as error:
         yield ("out",), f"out={error}"
         return
-    yield from _broken_rules(config.init)
-    resume, start = config.resume.checkpoint, config.init.backbone
+    resume = config.resume.checkpoint
     if resume != "never" and not newest:
         wanted = "neither 'auto', 'never' nor an existing checkpoint"
         yield from _unreadable(
             ("resume", "checkpoint"), "resume", resume, wanted, ["auto", "never"]
         )
-    for name in ("rename", "prefix", "skip", "head"):
-        if start is None and (value := getattr(config.init, name)):
-            yield ("init", name), f"init.{name}={value!r} has no effect without init.backbone"
+    yield from _broken_rules(config.init)
+    yield from _of_init(config.init, resumed)
+
+
+def _of_init(init: InitConfig, resumed: bool) -> Iterator[Problem]:
+    """Yield problems of the initial weights, whose file is not read if all weights are resumed."""
+    start = init.backbone
     if start is None:
+        for name in ("rename", "prefix", "skip", "head"):
+            if value := getattr(init, name):
+                yield ("init", name), f"init.{name}={value!r} has no effect without init.backbone"
         return
     library, model = split_address(start)
-    if library and config.init.head:
+    if library and init.head:
         yield ("init", "head"), f"init.head: {start} has no head; give a run or its checkpoint"
     if resumed:
         return
