@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,16 @@ def test_a_second_run_in_the_process_ends_with_the_same_bits(tmp_path: Path) -> 
     states = [tiny.last_state(run.out) for run in (alone, second)]
     assert tiny.differences(*states) == []
     assert tiny.rows(alone.out) == tiny.rows(second.out)
+
+
+def test_a_finished_run_is_freed_with_the_last_name_for_it(tmp_path: Path) -> None:
+    """Python's collector counts objects, not bytes: a cycle would keep networks and images long."""
+    tiny.train("byol", tmp_path, "first", "train.max_steps=2")  # imports on demand make cycles
+    gc.disable()
+    try:
+        task = tiny.train("byol", tmp_path, "second", "train.max_steps=2", "hooks.timing={}")
+        parts = [weakref.ref(part) for part in (task, task.base_model, task.data_module)]
+        del task
+        assert [part() for part in parts] == [None, None, None]
+    finally:
+        gc.enable()

@@ -264,6 +264,8 @@ def gradient_reductions(
 ) -> dict[str | None, Callable[[], None]]:
     """Return functions that average gradients over ranks and drop those of frozen parameters.
 
+    They do not refer to the task, so that its memory is freed as soon as the last user drops it.
+
     Args:
         task: The task.
         wrappers: ``wrap_reduction`` of the hooks that define it, in order; they wrap the reduction
@@ -273,15 +275,17 @@ def gradient_reductions(
         Functions by the name of the optimizer in ``optimizers``; None for ``optimizer``.
     """
 
-    def reduce(name: str | None) -> None:
-        task.reductions[name].reduce()
-        if name is None and task.activations.is_open:
-            task.activations.finalize()
-        if task.frozen.until:
-            task.frozen.drop_gradients(task.clock.steps_done)
+    activations, frozen, clock = task.activations, task.frozen, task.clock
+
+    def reduce(name: str | None, reduction: Reduction) -> None:
+        reduction.reduce()
+        if name is None and activations.is_open:
+            activations.finalize()
+        if frozen.until:
+            frozen.drop_gradients(clock.steps_done)
 
     functions: dict[str | None, Callable[[], None]]
-    functions = {name: partial(reduce, name) for name in task.reductions}
+    functions = {name: partial(reduce, name, one) for name, one in task.reductions.items()}
     for wrap in wrappers:
         functions[None] = wrap(task, functions[None])
     return functions
