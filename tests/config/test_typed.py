@@ -24,6 +24,8 @@ from selftask.config.values.coerce import Mismatch, convert
         (3.5, int | str, "3.5"),
         ("auto", int | Literal["auto"], "auto"),
         (4, int | Literal["auto"], 4),
+        ("no", Literal[False, "model"], False),
+        ("no", Literal["no", "index"], "no"),
         ([1, 2], tuple[float, float], (1.0, 2.0)),
         ([1, 2, 3], tuple[int, ...], (1, 2, 3)),
         ([[1, 2]], list[tuple[int, int]], [(1, 2)]),
