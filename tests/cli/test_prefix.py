@@ -83,3 +83,5 @@ def test_prefix_of_a_run_is_refused(file: Path, capsys: pytest.CaptureFixture[st
     Path("run/config.yaml").write_text("{}")
     message = failure(capsys, "export", "run", "prefix=left.")
     assert "prefix=left.: run is a run, and has one backbone" in message
+    message = failure(capsys, "export", "run", "weights=two.pth", "--weights", "ema")
+    assert "weights=two.pth: run is a run, and has its own" in message

@@ -92,7 +92,12 @@ def main(argv: list[str]) -> int:
         _check_no_other_run(expand_user(out), run)
     write_to: Callable[[Path], Path]
     try:
-        if exists(run / "config.yaml") and weights is None:
+        if exists(run / "config.yaml"):
+            if weights is not None:
+                raise UserError(
+                    f"weights={weights}: {words[0]} is a run, and has its own; --weights ema or "
+                    "swa exports an average"
+                )
             if prefix is not None:
                 raise UserError(f"prefix={prefix}: {words[0]} is a run, and has one backbone")
             out = out or f"{words[0]}/export"
