@@ -94,7 +94,7 @@ def check_words(
         sections: Additional sections of the config that the command accepts.
     """
     short, known_sections = {*keys, *OTHERS}, {*SECTIONS, *sections}
-    for key in sorted({word.partition("=")[0] for word in words} - short):
+    for key in sorted({word.lstrip("+~").partition("=")[0] for word in words} - short):
         section = key.partition(".")[0]
         if section not in known_sections or (section == "train" and key not in OF_TRAIN):
             known = {*short, *known_sections, *OF_TRAIN} - {"train"}

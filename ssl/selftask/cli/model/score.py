@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
+from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.options import needs_first, take
 from selftask.config.schema import Config
 from selftask.config.trust import TRUST, refuse_addresses, take_trust
@@ -43,6 +44,9 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{argv[0]}: there is no such run")
     average, words = take("weights", words)
     predictions, words = take("predictions", words)
+    check_words(
+        "test", words, ("train.batch_size", "train.precision"), ("method", "meters", "views")
+    )
     words = [f"data.val={w[5:]}" if w.startswith("data=") else w for w in words]
 
     from selftask.checkpoint.rotation import checkpoints
