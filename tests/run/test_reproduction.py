@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,7 +15,8 @@ import tiny
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
-from selftask.run import environment
+from selftask.report import header
+from selftask.run import environment, reproduction
 
 
 @pytest.fixture
@@ -83,7 +85,12 @@ def git(*words: str) -> str:
 def test_it_is_unknown_what_a_slow_git_did_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"status": None}
     monkeypatch.setattr(environment, "_git", lambda *words, **_: answers.get(words[0], "abc"))
-    assert environment.describe()["git"]["dirty"] is None
+    facts = environment.describe()
+    assert facts["git"]["dirty"] is None
+    lines = [line for line in reproduction._code(facts, facts) if "not known" in line]
+    assert len(lines) == 2
+    record = SimpleNamespace(environment=facts)
+    assert ("git", "abc on abc, uncommitted changes unknown") in [*header._code(record)]
 
 
 def test_what_a_run_records_and_what_differs_here(

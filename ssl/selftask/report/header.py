@@ -154,7 +154,8 @@ def _code(record: RunRecord) -> Iterable[tuple[str, str]]:
     yield "selftask", _with_commit(str(selftask.get("version") or ""), selftask.get("commit"))
     git: Mapping[str, Any] = environment.get("git") or {}
     if git:
-        changed = ", uncommitted changes" if git.get("dirty") else ""
+        unknown = " unknown" if git.get("dirty") is None else ""
+        changed = f", uncommitted changes{unknown}" if git.get("dirty") or unknown else ""
         commit = str(git.get("commit") or "")[:12]
         yield "git", f"{commit} on {git.get('branch')}{changed}"
     versions = [f"torch {packages['torch']}"] if "torch" in packages else []

@@ -72,6 +72,9 @@ def _code(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
         yield f"git: there were uncommitted changes there{f', see {kept}' if kept else ''}"
     if now.get("dirty"):
         yield "git: there are uncommitted changes here"
+    for where, facts in (("there", before), ("here", now)):
+        if facts and facts.get("dirty") is None:
+            yield f"git: it is not known whether there were uncommitted changes {where}"
 
 
 def _config(
