@@ -23,6 +23,7 @@ from selftask.evaluate.knn import KNN
 from selftask.evaluate.online import evaluated_model, flat_scores, run_evaluations
 from selftask.logs import DETAIL
 from selftask.models.build import build_backbone
+from selftask.models.feature_queue import class_votes
 from selftask.models.features.extract import pooled
 from selftask.registry import EVALUATIONS
 
@@ -162,6 +163,24 @@ def test_classes_that_are_absent() -> None:
     test = Features(torch.eye(3)[:2], torch.tensor([0, 9]), torch.arange(2))
     got = KNN(k=[3], temperature=0.01)(train, test)  # exp(100) overflows in float32
     assert got == {"knn_top1": 0.5}
+
+
+def test_the_memory_of_votes_does_not_grow_with_the_classes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = []
+
+    def votes(
+        cosine: torch.Tensor, labels: torch.Tensor, classes: int, *more: float
+    ) -> torch.Tensor:
+        counts.append(classes)
+        return class_votes(cosine, labels, classes, *more)
+
+    monkeypatch.setattr(knn, "class_votes", votes)
+    data = Features(torch.eye(3), torch.tensor([0, 10**6, 5]), torch.arange(3))
+    test = Features(torch.eye(3), torch.tensor([0, 10**6, 4]), torch.arange(3))
+    assert KNN(k=[2])(data, test) == {"knn_top1": pytest.approx(2 / 3)}
+    assert counts == [3]
 
 
 def test_knn_neighbors_are_of_the_test_classes() -> None:

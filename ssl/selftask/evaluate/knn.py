@@ -79,16 +79,15 @@ class KNN:
             targets[0] = targets[0][torch.isin(targets[0], targets[1])]
         labels = [part.cpu() for part in targets]
         require_labels(self, LabelCounts.of_targets(*labels, leave_one_out=test is train))
-        num_classes = int(max(part.max() for part in targets)) + 1
 
         hits: list[list[Tensor]] = [[] for _ in self.k]
         for expected, similarity, neighbor in self._neighbors(train, test):
-            of_neighbor = targets[0][neighbor]
+            classes, of_neighbor = targets[0][neighbor].unique(return_inverse=True)  # few of many
             for number, count in enumerate(self.k):
                 votes = class_votes(
-                    similarity[:, :count], of_neighbor[:, :count], num_classes, self.temperature
+                    similarity[:, :count], of_neighbor[:, :count], len(classes), self.temperature
                 )
-                hits[number].append(votes.argmax(dim=1) == expected)
+                hits[number].append(classes[votes.argmax(dim=1)] == expected)
         names = [
             f"knn_top1_k{count}" if number else "knn_top1" for number, count in enumerate(self.k)
         ]
