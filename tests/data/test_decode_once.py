@@ -9,11 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+import tiny
 from selftask.config.schema import Component, DataConfig
+from selftask.data.cache.decoded import Decoded
 from selftask.data.cache.fill import decode_once
 from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.dataset import EvalDataset
 from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, Wrapped
@@ -214,3 +218,23 @@ def test_memory_is_not_taken_from_dev_shm(photos: Path) -> None:
     maps = Path("/proc/self/maps").read_text()
     assert len(kept) == 7
     assert "/memfd:selftask-decoded" in maps
+
+
+@pytest.mark.parametrize("max_side", [None, 16])
+def test_evaluations_read_decoded_images_of_full_size(
+    tmp_path: Path, max_side: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = f"data.max_side={max_side or 'null'}"
+    task = tiny.task("simclr", tmp_path, "run", side, "data.cache=ram")
+    task.prepare()
+    before = [batch.input for batch in task.data_module.labeled_samples()]
+    next(task.data_module.train_batches(0))
+    sources: list[Source] = []
+    monkeypatch.setattr(
+        "selftask.data.data_module.EvalDataset",
+        lambda source, *more: sources.append(source) or EvalDataset(source, *more),
+    )
+    after = [batch.input for batch in task.data_module.labeled_samples()]
+    task.close()
+    assert isinstance(sources[0], Decoded) == (max_side is None)
+    assert all(map(torch.equal, before, after))

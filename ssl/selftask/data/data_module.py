@@ -187,7 +187,12 @@ class DataModule:
 
     def labeled_samples(self) -> Iterator[Batch]:
         """Yield batches of this rank's part of the training images, with evaluation transforms."""
-        yield from self._eval_batches(self.train_source, self.batches.bad_files)
+        yield from self._eval_batches(self._whole_images, self.batches.bad_files)
+
+    @property
+    def _whole_images(self) -> Source:
+        """Training images for evaluations: decoded ones if ``data.cache`` has them in full size."""
+        return self.train_source if self.config.data.max_side else self.batches.dataset.source
 
     def test_samples(self, name: str = "") -> Iterator[Batch]:
         """Yield batches of this rank's part of a validation set, with evaluation transforms."""
@@ -195,7 +200,7 @@ class DataModule:
 
     def chosen_samples(self, indices: np.ndarray, batch_size: int) -> Iterator[Batch]:
         """Yield the training images at ``indices`` (N,) in batches, with evaluation transforms."""
-        batches = self._eval_batches(self.train_source, self.batches.bad_files)
+        batches = self._eval_batches(self._whole_images, self.batches.bad_files)
         batches.batches = in_batches(indices.tolist(), batch_size)
         yield from batches
 
