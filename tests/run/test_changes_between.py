@@ -182,6 +182,18 @@ def test_the_jump_of_another_length_is_logged_before_the_first_step(
     assert out.index(said) < out.index("step 5")
 
 
+def test_changed_settings_of_hooks_are_logged(
+    stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for norm, before in ((1.0, None), (2.0, 1.0)):
+        capsys.readouterr()
+        clip = f"hooks.clip_gradients.max_norm={norm}"
+        assert main(words(stopped, clip, f"train.stop_at={3 + norm:.0f}")) != 0
+        lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("config: ")]
+        key = "hooks.clip_gradients" + (".max_norm" if before else "")
+        assert [line.startswith(f"config: {key}: {before} there, ") for line in lines] == [True]
+
+
 def test_a_resume_needs_no_file_that_it_does_not_use(
     stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,10 @@ from selftask.files.yaml_file import read_yaml
 _SECTIONS = ("method", "data", "backbone", "optimizer", "init", "views")  # in the order of messages
 _TRAIN = ("batch_size", "accumulate", "seed", "precision", "step")
 _PARALLEL = ("sync_batch_norm", "grad_compression")
+_TRAIN_MAY_CHANGE = (
+    *("on_nan", "grad_scaler", "matmul_precision", "cudnn_tf32", "deterministic"),
+    *("compile", "compile_options", "device"),
+)
 _DATA_MAY_CHANGE = (
     *("num_workers", "on_error", "max_unreadable", "max_pixels", "max_bytes", "max_scans"),
     *("val", "val_sets", "read_timeout_s", "read_retries", "stage_to", "cache"),
@@ -54,6 +58,21 @@ def check_same_run(config: Config, out: Path) -> None:
             f"out={out} holds another run than the one asked for; use another out=, resume=never "
             f"to start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"
         )
+
+
+def allowed_changes(config: Config, out: Path) -> list[str]:
+    """Return the changed settings that may affect the result, but with which a run is resumed."""
+    if not resumes(config, out):
+        return []
+    before, now = (
+        {
+            "train": {key: (values.get("train") or {}).get(key) for key in _TRAIN_MAY_CHANGE},
+            "parallel": values.get("parallel"),
+            "hooks": values.get("hooks"),
+        }
+        for values in (read_yaml(out / "config.yaml"), config.to_dict())
+    )
+    return [*changes(before, now, "")]
 
 
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from selftask.models.build import check_backbone
 from selftask.models.weights.model_source import open_init
 from selftask.registry import TASKS
 from selftask.run import environment
-from selftask.run.compatibility import check_same_run
+from selftask.run.compatibility import allowed_changes, check_same_run
 from selftask.run.early_errors import watch_others
 from selftask.run.exit_report import Ending
 from selftask.run.expected import check_expected
@@ -108,6 +108,8 @@ def run_task(task: Task, *, raises: bool = False) -> int:
                 LOGGER.info("out: no locks there: a run on another machine is not noticed")
             if world.rank == 0 and (lost := Status(config).close_lost()):
                 LOGGER.warning("the attempt before: %s", lost)
+            for change in allowed_changes(config, task.out) if world.rank == 0 else ():
+                LOGGER.info("config: %s", change)
             _log_opening(task, sources, labels)
             for line in init_lines:
                 LOGGER.handle(line)
