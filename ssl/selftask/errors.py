@@ -64,7 +64,7 @@ def explained(problem: str, *kinds: type[Exception]) -> Iterator[None]:
     """Context manager that converts an error to the UserError ``{problem}: {reason}``.
 
     Args:
-        problem: What was wrong for the user.
+        problem: Description of the problem for the user.
         kinds: The types of errors to convert; without any, all but UserError. Parsers may raise any
             error on damaged files, even MemoryError if a header gives a wrong size.
     """
@@ -175,7 +175,7 @@ def require(package: str, extra: str, purpose: str, key: str = "data") -> None:
     Args:
         package: Name of the package.
         extra: Extra of selftask that installs it.
-        purpose: What needs the package, in the plural, such as ``HDF5 files``.
+        purpose: Purpose of the package, in the plural, such as ``HDF5 files``.
         key: Config key or option that asks for it.
     """
     if importlib.util.find_spec(package) is None:

@@ -75,7 +75,7 @@ def train(
             or (image, label).
         backbone: A name, or a module: images (B, C, H, W) -> (B, E). It is trained in place.
         out: The run folder; calling again resumes the run.
-        hooks: Hook objects, or the ``hooks`` section, with names, sections or None by name.
+        hooks: Hook objects, or the section ``hooks`` as a mapping.
         **settings: Other settings by dotted key, or as nested dicts.
 
     Raises:

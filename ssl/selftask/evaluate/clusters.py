@@ -54,7 +54,7 @@ class KMeans:
 @register_evaluation("clusters")
 @dataclass(frozen=True, kw_only=True)
 class Clusters(KMeans):
-    """Spherical k-means of the test images beside their classes: cluster_nmi, cluster_ari, ..."""
+    """Spherical k-means of the test images, compared with their classes: cluster_nmi, ..."""
 
     k: int | None = setting(None, min=2)
     """Number of clusters; null: the number of classes of the test images."""

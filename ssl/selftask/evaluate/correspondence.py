@@ -156,17 +156,20 @@ def draw_warp(options: Correspondence, index: int) -> Tensor:
 
 
 def resized(images: Tensor, size: int) -> Tensor:
-    """Return images (B, C, H, W) at S x S pixels, antialiased."""
+    """Resize images (B, C, H, W) to S x S pixels, antialiased."""
     return F.interpolate(images, (size, size), mode="bilinear", align_corners=False, antialias=True)
 
 
 def warped(images: Tensor, warps: Tensor, size: int) -> Tensor:
-    """Return the second views (B, C, S, S) of images (B, C, H, W), by the maps (B, 2, 3).
+    """Return the second view (B, C, S, S) of each image.
 
-    Positions in torch range from -1 to 1: the shift is converted, the linear part stays.
+    Args:
+        images: (B, C, H, W).
+        warps: Results of ``draw_warp``, (B, 2, 3).
+        size: Height and width of the views in pixels, S.
     """
     linear, shift = warps[..., :2], warps[..., 2:]
-    shift = 2 * shift + linear.sum(dim=2, keepdim=True) - 1
+    shift = 2 * shift + linear.sum(dim=2, keepdim=True) - 1  # torch's positions are in [-1, 1]
     grid = F.affine_grid(
         torch.cat([linear, shift], dim=2), [*images.shape[:2], size, size], align_corners=False
     )
@@ -174,7 +177,7 @@ def warped(images: Tensor, warps: Tensor, size: int) -> Tensor:
 
 
 def centers(grid: Grid, like: Tensor) -> Tensor:
-    """Return the positions of the centers of patches (N, 2), row by row."""
+    """Return the positions of the centers of patches (N, 2), row by row, typed like ``like``."""
     rows, columns = (
         (torch.arange(n, dtype=like.dtype, device=like.device) + 0.5) / n for n in grid
     )

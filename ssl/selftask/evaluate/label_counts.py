@@ -134,7 +134,7 @@ def check_label_counts(evaluations: Mapping[str, Component], counts: LabelCounts
 
 @dataclass(frozen=True, kw_only=True)
 class FewLabels:
-    """Options of classifiers that are trained on all labels and on few, a base class."""
+    """Base class of evaluations that train classifiers on all labels and on few."""
 
     few_labels: list[int] = setting([], min=1)
     """Also train on this many labels per class; each number has its own metrics."""

@@ -18,7 +18,7 @@ OLD_S = 3600.0  # age at which another machine's temporary file counts as abando
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary path beside ``path``, and moves it there at exit.
+    """Context manager that yields a temporary path, whose file replaces ``path`` at exit.
 
     A reader never sees an incomplete file. After an error the temporary file is removed. Temporary
     files of killed processes are removed the next time the file is written.

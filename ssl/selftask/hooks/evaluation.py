@@ -24,10 +24,10 @@ log = get_logger(__name__)
 class EvaluateBackbone(Hook):
     """Runs ``eval.evaluations`` at step 0, every ``eval.every`` and at the end.
 
-    Before ``eval.start`` it runs none, and without labels those that need none.
-    The results, and their duration ``eval_s``, are written to ``metrics.jsonl``; those of averaged
-    weights with a prefix, such as ``ema_knn_top1``. ``task.evaluate``, set by the launcher, does
-    the evaluation. The state of the run does not change.
+    None runs before ``eval.start``. Without labels, only evaluations that need none run. Metrics
+    and their duration ``eval_s`` are written to ``metrics.jsonl``; metrics of averaged weights have
+    a prefix, as in ``ema_knn_top1``. The function ``task.evaluate``, set by the launcher, computes
+    them. The state of the run does not change.
     """
 
     priority: ClassVar[int] = 65

@@ -26,13 +26,13 @@ from selftask.registry import register_hook
 class Preserve(Hook):
     """Adds a term to the loss that keeps the features close to those at the start.
 
-    The term is 1 - cosine of the features of the first view of each image, without masks, and those
-    of a copy of the backbone that is made when the run begins, after ``init``; the mean of pooled
-    features and patch tokens, if the backbone has any. It costs two more passes of the backbone a
-    step, in evaluation mode: without dropout, and with BatchNorm's running statistics. Checkpoints
-    contain the copy.
+    The term is 1 - cosine between the features of the backbone and those of a copy that is made
+    when the run begins, after ``init``. Features are those of the first view of each image, without
+    masks. If the backbone has patch tokens, the term is the mean of that of pooled features and
+    that of patch tokens. It costs two more passes of the backbone a step, in evaluation mode:
+    without dropout, and with BatchNorm's running statistics. Checkpoints contain the copy.
 
-    BatchNorm's running statistics follow the new images, and so change the features, too.
+    BatchNorm's running statistics follow the new images, which also changes the features.
 
     While the weight is 0, the run is the same as without the hook, and ``start_cosine`` is logged.
     """

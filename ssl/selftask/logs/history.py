@@ -34,11 +34,11 @@ class Series:
         self.values.append(value)
 
     def last(self, window: int | None = None) -> list[float]:
-        """Return the newest values."""
+        """Return the newest ``window`` values, or all that are kept."""
         return list(self.values)[-window:] if window else list(self.values)
 
     def count(self, steps: int) -> int:
-        """Return the number of values in the last ``steps`` steps, for use as a window."""
+        """Return the number of values in the last ``steps`` steps, to be used as a window."""
         return sum(step > self.steps[-1] - steps for step in self.steps)
 
     @property

@@ -93,7 +93,7 @@ def charts_html(
         clocks: Clocks by the keys in ``Curve.clock``, of which ``""`` is the default.
         marks: Events to draw as vertical lines.
         id: Id of the element with the data, one for each group of charts on a page.
-        x: What the steps of the curves count; other than steps, there are no clocks.
+        x: Name of the x axis, in the singular. ``clocks`` are for ``step`` only.
 
     Returns:
         HTML, or an empty string if no chart has data.

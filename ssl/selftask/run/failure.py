@@ -10,7 +10,7 @@ class Failure(Exception):
 
     Args:
         rank: Rank on which the failure happened.
-        message: What went wrong.
+        message: Description of the failure.
         details: Traceback or stacks, if any.
         lost: True if the rank was killed from outside or its machine is gone.
     """

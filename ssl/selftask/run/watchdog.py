@@ -93,9 +93,9 @@ class Watch:
             self._await(lambda rank: board.has(f"left/{rank}"), range(1, self.size))
 
     def end(self) -> None:
-        """End the thread without a word to other ranks; they notice the end of this process.
+        """End the thread without notifying other ranks, which detect the end of this process.
 
-        A script or notebook may live on after its run. Nothing moves there, which is no failure.
+        A script or notebook may continue after its run, without progress of a run to watch.
         """
         self._over.set()
 

@@ -26,11 +26,11 @@ def recover(task: Task, error: NonFiniteLoss) -> None:
 
     Args:
         task: The task whose step failed.
-        error: The failure; raised again if ``train.on_nan`` does not allow a repetition.
+        error: The failure.
 
     Raises:
-        NonFiniteLoss: ``error``, or after ``train.nan_budget`` rollbacks or with a last checkpoint
-            that is too old to repeat the steps, an error that says so.
+        NonFiniteLoss: If ``train.on_nan`` allows no repetition, after ``train.nan_budget``
+            rollbacks, or if the last checkpoint is too old to repeat the steps.
     """
     policy, budget = task.config.train.on_nan, task.config.train.nan_budget
     if policy == "skip" or error.exact:

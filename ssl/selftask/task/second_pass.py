@@ -14,7 +14,7 @@ from selftask.random.keyed import LAYER_DRAWS
 def second_pass(network: Any) -> Iterator[None]:
     """Context that restores running statistics and ``network.embedding`` on exit.
 
-    Dropout draws those of the first pass again.
+    Dropout repeats the draws of the first pass.
     """
     embedding = getattr(network, "embedding", None)
     LAYER_DRAWS.enter((0,))

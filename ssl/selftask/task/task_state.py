@@ -87,7 +87,7 @@ def _place_of_backbone(task: Task) -> str:
 
 
 def restore(task: Task, state: dict[str, Any]) -> None:
-    """Restore the state of all parts; torch's errors and ValueError if they do not match."""
+    """Restore the state of all parts; raises ValueError or an error of torch if they differ."""
     reduction = task.reduction
     task.base_model.load_state_dict(reduction.shard_state(task.base_model, state["model"]))
     task.loss.load_state_dict(reduction.shard_state(task.loss, state["method"]))

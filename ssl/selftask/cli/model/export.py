@@ -181,7 +181,7 @@ def export_run(
         run: The run folder.
         out: The folder to write to.
         to: A format of ``FORMATS``.
-        trust: Allow a backbone or modules of the user's own code that the run names.
+        trust: Allow code that the run names, such as a backbone of the user's own.
         average: Average of weights to write, if any.
         checkpoint: A checkpoint of the run; None for the newest.
 

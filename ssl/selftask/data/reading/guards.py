@@ -13,7 +13,7 @@ def check_memory(num_bytes: int, what: str, advice: str) -> None:
     Args:
         num_bytes: Size of the data.
         what: Description of the data, for the message.
-        advice: What the user can do, for the message.
+        advice: Advice to the user, for the message.
     """
     free = available_bytes()
     if free is not None and num_bytes > free:

@@ -84,8 +84,8 @@ class Stratified(_ByClass):
         """Return an order of S batches, in which batch k has the slots k, k + S, k + 2 S, ...
 
         The batches are shuffled, and so are the slots within a batch. If the number of slots is not
-        a multiple of the batch size, evenly spaced slots are left out, and so from all classes. The
-        list is rotated, so that other slots are left out in each epoch.
+        a multiple of the batch size, evenly spaced slots are left out, so that all classes lose the
+        same share. The list is rotated, so that other slots are left out in each epoch.
         """
         pool, total = self.pool, self.num_samples
         size, steps = pool.batch_size, total // pool.batch_size

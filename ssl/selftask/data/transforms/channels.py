@@ -82,7 +82,7 @@ def needs_rgb(what: str, channels: int, instead: str) -> Iterator[str]:
     Args:
         what: Key and value that need three channels.
         channels: Number of channels of the images.
-        instead: What the user can do.
+        instead: Advice to the user.
     """
     if channels != RGB:
         yield f"{what} needs 3 channels, the data have {channels}; {instead}"
@@ -95,7 +95,7 @@ def needs_number(what: str, number: int, channels: int, instead: str) -> Iterato
         what: Key and value.
         number: Number of values.
         channels: Number of channels of the images.
-        instead: What the user can do.
+        instead: Advice to the user.
     """
     if number != channels:
         yield (

@@ -40,7 +40,7 @@ class PatchMemory:
         self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def offer(self, maps: Tensor, shares: Tensor, indices: Tensor) -> dict[int, int]:
-        """Hold the patches of images; return the number of labeled ones by number of the image.
+        """Keep the patches of images for ``add``; return image number -> number of labeled patches.
 
         Args:
             maps: Patch features (B, E, h, w).
@@ -60,7 +60,7 @@ class PatchMemory:
         """Add images whose patches this rank or another one has offered.
 
         Args:
-            counts: What ``offer`` has returned.
+            counts: Result of ``offer``.
         """
         for index, count in counts.items():
             self._added += 1

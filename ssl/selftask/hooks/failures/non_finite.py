@@ -33,7 +33,7 @@ class NonFiniteLoss(RunError, FloatingPointError):
     """Loss or gradient became NaN or infinite. No checkpoint contains such a state.
 
     Args:
-        message: What was found, and where.
+        message: Description of the value and its location.
         step: The first step known to be affected.
         exact: Whether every step before it was checked, gradients included.
     """

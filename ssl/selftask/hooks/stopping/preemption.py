@@ -26,11 +26,11 @@ class StopOnSignal(Hook):
 
     Later SIGHUPs are ignored, since closing a terminal sends several. So is the same signal within
     a second: a signal to a process group (``timeout``, ``systemctl stop``) reaches the ranks, and
-    their launcher forwards it to them as well. A signal that the process ignores from its start
+    their launcher forwards it to them as well. A SIGHUP that the process ignores from its start
     (nohup) stays ignored. The handler prints a message and sets a flag. With several ranks, each
-    step starts a collective that asks whether any rank got a signal, and reads its result one step
-    later. So no rank waits, and all stop after the same step. The handler is
-    installed when the hook is built, to catch a signal during the first evaluation too.
+    step starts a reduction of the flags and reads its result one step later. So no rank waits, and
+    all stop after the same step. The handler is installed when the hook is built, to catch a signal
+    during the first evaluation too.
     """
 
     priority: ClassVar[int] = 95
@@ -81,8 +81,8 @@ class StopOnSignal(Hook):
     def release(self) -> None:
         """Restore the earlier signal handlers.
 
-        With two tasks at once, as in ``zip(first.steps(), second.steps())``, the first one leaves
-        the handlers of the second one, which then restores those from before both.
+        Handlers that another task has installed since are kept; that task then restores those from
+        before both tasks.
         """
         self.released = True
         for number in [*self.previous]:

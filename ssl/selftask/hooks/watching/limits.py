@@ -12,10 +12,10 @@ MIN_RANK = 1.2  # effective_rank below this is a collapse too
 
 
 def stays_at_chance(first: float, lowest: float) -> bool:
-    """Return True if a loss has not fallen below chance or, if larger, its first value.
+    """Return True if a loss has not fallen below its first value, or chance if that is larger.
 
     Args:
-        first: The first chance_ratio of the run.
+        first: The first ``chance_ratio`` of the run.
         lowest: The smallest one so far.
     """
     return lowest >= AT_CHANCE * max(1.0, first)
@@ -25,6 +25,6 @@ def beats_chance(ratio: float) -> bool:
     """Return True if a loss is below that of an uninformed network by more than noise.
 
     Args:
-        ratio: chance_ratio.
+        ratio: Value of ``chance_ratio``.
     """
     return ratio < AT_CHANCE

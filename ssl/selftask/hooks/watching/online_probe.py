@@ -44,12 +44,13 @@ class OnlineProbe(Hook):
 
     The features are those that the step computes of the first view. Gradients, weights and random
     draws of the network are the same as without the hook. ``train_probe_top1`` is the accuracy on
-    the training images since the last row, each predicted before the update with it; with ``k``,
-    ``train_knn_top1`` is that of the nearest of the ``queue_size`` images before. Evaluations
-    add ``probe_top1``, the accuracy on ``data.val`` with the transforms of evaluations. Both are
-    those of the learning rate with the highest recent accuracy on training images, ``probe_lr``.
-    Columns of hidden layers end with the layer, as in ``probe_top1_layer3``, and those of the
-    teacher with ``_teacher``. ``ms_probe`` is the time that the hook takes in a step.
+    the training images since the last row; each image is predicted before a classifier learns from
+    it. Evaluations add ``probe_top1``, the accuracy on ``data.val`` with the transforms of
+    evaluations. These two are of the learning rate with the highest recent accuracy on training
+    images, ``probe_lr``. With ``k``, ``train_knn_top1`` is the accuracy of k-NN on training images,
+    with the latest ``queue_size`` images as neighbors. Columns of hidden layers end with the layer,
+    as in ``probe_top1_layer3``, and those of the teacher with ``_teacher``. ``ms_probe`` is the
+    time that the hook takes in a step.
     """
 
     priority: ClassVar[int] = 60  # before the row is written

@@ -54,7 +54,7 @@ class Adapter(ABC):
         """Return the features of images (B, C, H, W) for a ``request`` within ``offers``."""
 
     def layer_numbers(self, layers: Sequence[int], key: str) -> list[int]:
-        """Return numbers of hidden layers counted from the first, for negative ones, too.
+        """Return layer numbers, with negative ones replaced by those counted from the first layer.
 
         Raises:
             UserError: If there is no such layer; ``key`` is the key in the message.

@@ -78,10 +78,10 @@ def write_ranked(
 
 
 def joined(rows: Sequence[int], cosines: Sequence[float], nearest: Sequence[int]) -> list[Group]:
-    """Return the connected groups of some images and their nearest others, in the order of rows.
+    """Group images that are linked by nearest neighbors; groups are in the order of ``rows``.
 
     Args:
-        rows: Numbers of the images, the most similar first.
+        rows: Numbers of the images to link to their nearest neighbors, the most similar first.
         cosines: As in ``write_ranked``.
         nearest: As in ``write_ranked``.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_features(address: str) -> bool:
-    """Return whether the address is a file of features, or a folder that was made for some."""
+    """Return whether the address is a file or folder of features, even an incomplete folder."""
     path = expand_user(address)
     return path.suffix == ".npy" or any(exists(path / n) for n in ("features.npy", "images.csv"))
 

@@ -47,12 +47,12 @@ def print_measured(
 
 
 def on_all_ranks(frozen: Frozen, measure: Callable[..., T], *args: Any) -> T:
-    """Return the result of ``measure``, whose images the ranks of a launcher share.
+    """Return the result of ``measure``, called on all ranks of a launcher, which share the images.
 
     Args:
         frozen: The model.
         measure: Called with the backbone, its config, ``args``, ``device`` and ``tell``.
-        args: Further arguments.
+        args: Additional arguments.
     """
     from selftask.evaluate.on_ranks import connected
 

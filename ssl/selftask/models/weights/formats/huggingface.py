@@ -63,10 +63,11 @@ def describe_for_huggingface(backbone: nn.Module, facts: dict[str, Any]) -> dict
 def preprocessing_problem(config: dict[str, Any]) -> str | None:
     """Return how the preprocessing of ``config.json`` differs from the evaluation's, or None.
 
-    It can be a resize of the shorter side and a crop of at most this size, and ``normalize``.
+    ``config.json`` can only describe a resize of the shorter side, a crop of at most this size and
+    ``normalize``.
 
     Args:
-        config: What ``describe_for_huggingface`` returned.
+        config: Result of ``describe_for_huggingface``.
     """
     facts, size = config["selftask"], config["pretrained_cfg"]["input_size"][-1]
     sizes = [
