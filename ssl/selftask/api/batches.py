@@ -99,6 +99,12 @@ class TaskOfBatches(Task):
     """A task that reads the user's batches, epoch by epoch.
 
     With several ranks, the batches of each rank are its part of the global batches.
+
+    Args:
+        config: The config of the run.
+        batches: Batches of an epoch, as for ``create_task``.
+        channels: Number of channels of the views.
+        backbone: The module to train; None builds the one of ``config.backbone``.
     """
 
     def __init__(

@@ -43,6 +43,12 @@ class DataModule:
 
     Mistakes in the ``data:``, ``views:`` and ``eval.transforms`` sections raise UserError or
     ConfigError here, before any worker is started.
+
+    Args:
+        config: Config of the run.
+        sources: Opened data.
+        world: This process.
+        device: Device of the batches.
     """
 
     draw: Draw | None = None

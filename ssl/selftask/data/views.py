@@ -32,6 +32,13 @@ class Views:
     """Callable that makes all views of a sample, in the order of the config.
 
     The position of a view in ``made`` is the number that its draws depend on.
+
+    Args:
+        views: Config of each group of views, by name.
+        channels: Number of channels of the images, C.
+
+    Raises:
+        ConfigError: If there are no views, or their transforms are invalid.
     """
 
     def __init__(self, views: Mapping[str, ViewConfig], channels: int = RGB) -> None:

@@ -328,14 +328,14 @@ class AnyFlag:
         self._pending: tuple[Any, Tensor] | None = None
         self._group = None if self._alone else host_group()
 
-    def poll(self, here: bool) -> bool:
-        """Start a reduction of ``here`` and return the result of the previous one."""
+    def poll(self, is_set: bool) -> bool:
+        """Start a reduction of this rank's flag, and return the result of the previous one."""
         if self._alone:
-            return here
-        before = self.drain()
-        flag = torch.tensor(float(here))
+            return is_set
+        previous = self.drain()
+        flag = torch.tensor(float(is_set))
         self._pending = dist.all_reduce(flag, group=self._group, async_op=True), flag
-        return before
+        return previous
 
     def drain(self) -> bool:
         """Return the result of the pending reduction, or False if there is none."""

@@ -152,7 +152,8 @@ def _from_mpi(rank: str, size: str, local_rank: str, local_size: str) -> World:
 def launch_name(launcher: str) -> str:
     """Return a name that the ranks of this launch on this machine share, and no other launch has.
 
-    srun and Open MPI name their launches. Other launchers start the ranks as their children.
+    srun and Open MPI name their launches. For other launchers, whose children are the ranks, it is
+    the process id of the launcher.
     """
     variable = {"slurm": "SLURM_STEP_ID", "mpi": "PMIX_NAMESPACE"}.get(launcher, "")
     return os.environ.get(variable) or f"child of {os.getppid()}"

@@ -217,7 +217,13 @@ def run_evaluations(
 
 
 def over_seeds(evaluation: Any, inputs: tuple[Any, ...], key: str) -> dict[str, float]:
-    """Return the metrics of an evaluation, or their means over its seeds."""
+    """Return the metrics of an evaluation, or their means over its seeds.
+
+    Args:
+        evaluation: The evaluation; ``seeds`` above 1 repeats it with ``seed``, ``seed + 1``, ...
+        inputs: Arguments to call it with.
+        key: Config key of the evaluation, for errors.
+    """
     seeds = evaluation.seeds if hasattr(evaluation, "seed") and hasattr(evaluation, "seeds") else 1
     if seeds == 1:
         return flat_scores(evaluation(*inputs), key)

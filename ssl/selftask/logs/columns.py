@@ -192,7 +192,7 @@ More specific names come first.
 
 
 def columns() -> list[Column]:
-    """Return all descriptions; those that methods declare (``Method.columns``) come first."""
+    """Return the descriptions of all columns, those of methods (``Method.columns``) first."""
     made: dict[tuple[str, str], list[str]] = {}
     for method in METHODS.names():
         for name, text in METHODS.declared(method, "columns", {}).items():

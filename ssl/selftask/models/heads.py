@@ -113,6 +113,10 @@ class Prototypes(nn.Module):
 
     Rows have unit length initially, but not after updates. A method whose scores are cosines, such
     as SwAV, calls ``normalize_`` after each step.
+
+    Args:
+        dim: Number of features, D.
+        num: Number of prototypes, K.
     """
 
     def __init__(self, dim: int, num: int) -> None:
@@ -141,6 +145,11 @@ class WeightNormLinear(nn.Module):
     Weight normalization (arXiv:1602.07868) with the length g fixed to 1, as in DINO's last layer,
     or as the parameter ``length``, as in DINOv2's. Rows are normalized in the forward pass. The
     layer has plain parameters and no hook, so it can be copied, pickled and exported.
+
+    Args:
+        dim: Number of features, D.
+        num: Number of rows, K.
+        trained_length: Whether the lengths of the rows are trained.
     """
 
     def __init__(self, dim: int, num: int, *, trained_length: bool = False) -> None:
@@ -158,9 +167,16 @@ class WeightNormLinear(nn.Module):
 class DINOHead(nn.Module):
     """mlp with GELU -> bottleneck on the unit sphere -> weight-normalized prototypes.
 
-    DINO (arXiv:2104.14294), appendix C: (N, E) -> (N, K) scores in [-1, 1]. ``num_layers`` is the
-    number of layers of the mlp including the bottleneck. ``norm`` adds BatchNorm to the mlp, as the
-    paper does for convolutional networks only. ``trained_length``: see ``WeightNormLinear``.
+    DINO (arXiv:2104.14294), appendix C: (N, E) -> (N, K), cosines unless ``trained_length``.
+
+    Args:
+        embed_dim: Number of features, E.
+        num_prototypes: Number of prototypes, K.
+        hidden: Width of the hidden layers of the mlp.
+        bottleneck: Width of its last layer.
+        num_layers: Number of layers of the mlp, including the bottleneck.
+        norm: Add BatchNorm to the mlp, as the paper does for convolutional networks only.
+        trained_length: As in ``WeightNormLinear``.
     """
 
     def __init__(

@@ -23,7 +23,12 @@ from selftask.registry import OPTIMIZERS
 
 
 class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-vision ships no types
-    """A torch optimizer with Classy's interface: ``step(where=...)`` first evaluates schedules."""
+    """A torch optimizer with Classy's interface: ``step(where=...)`` first evaluates schedules.
+
+    Args:
+        build: Builds the torch optimizer of parameter groups.
+        settings: Settings of each parameter, in the order of the groups.
+    """
 
     def __init__(
         self,

@@ -30,7 +30,12 @@ log = get_logger(__name__)
 
 
 class ActivationBudget:
-    """Chooses which blocks to recompute, to keep activations in a memory budget."""
+    """Chooses which blocks to recompute, to keep activations in a memory budget.
+
+    Args:
+        blocks: The blocks of the network, which are modified in place.
+        budget: Limit of the bytes that they keep for the backward pass.
+    """
 
     def __init__(self, blocks: Sequence[nn.Module], budget: Budget) -> None:
         self._blocks, self._budget = blocks, budget

@@ -35,6 +35,10 @@ class Bucket:
     The tensor is allocated once, and gradients become views of it: their own memory is freed
     immediately, and nothing is copied back. Gradients are divided while they are copied in, which
     also keeps a sum of scaled gradients within the range of float16.
+
+    Args:
+        parameters: Parameters of one dtype and device.
+        wire: Dtype that is sent, if it is smaller; None for that of the parameters.
     """
 
     def __init__(self, parameters: list[nn.Parameter], wire: torch.dtype | None) -> None:

@@ -98,7 +98,14 @@ def _words(numbers: np.ndarray) -> np.ndarray:
 
 
 class Streams:
-    """The streams of N samples in one view; each has its own position."""
+    """The streams of N samples in one view; each has its own position.
+
+    Args:
+        seed: Seed of the run.
+        epochs: int64 (N,), epoch of each sample.
+        indices: int64 (N,), index of each sample.
+        view: Number of the view.
+    """
 
     def __init__(self, seed: int, epochs: np.ndarray, indices: np.ndarray, view: int) -> None:
         self._at = (seed, epochs, indices, view)

@@ -55,7 +55,7 @@ class Verdict:
 
 
 def verdict_of(record: RunRecord) -> Verdict:
-    """Return the verdict on a run."""
+    """Return the verdict on a run: how it ended, or whether it learns."""
     rows = record.rows
     columns = columns_of(row for row in rows if "lr" in row and row.get("loss") is not None)
     learning, learns = _learning(columns, record)

@@ -61,6 +61,10 @@ class CountDone:
     """Context manager that shows progress on stderr.
 
     On a terminal the line is updated in place, otherwise a line is printed every 30 s.
+
+    Args:
+        doing: Word before the counts, such as ``read``.
+        total: Number of images.
     """
 
     def __init__(self, doing: str, total: int) -> None:

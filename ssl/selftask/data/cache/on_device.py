@@ -227,7 +227,13 @@ class Planner:
 
 
 class CacheReader:
-    """Iterator over batches from a cache; a thread draws the parameters a few batches ahead."""
+    """Iterator over batches from a cache; a thread draws the parameters a few batches ahead.
+
+    Args:
+        planner: Planner of the batches.
+        batches: Keys of each batch.
+        pin: Whether to copy plans to page-locked memory.
+    """
 
     def __init__(self, planner: Planner, batches: Iterator[_Keys], *, pin: bool) -> None:
         self._planner = planner

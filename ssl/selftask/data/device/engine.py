@@ -53,6 +53,10 @@ class Engine:
     Workers call ``prepare`` and ``pack``; ``__call__`` runs on the device. If a transform has no
     batched version, the worker applies the transforms up to it, and the result is one more image
     that is sent to the device.
+
+    Args:
+        views: Views of the CPU engine.
+        config: Config of each group of views, by name.
     """
 
     def __init__(self, views: Views, config: Mapping[str, ViewConfig]) -> None:

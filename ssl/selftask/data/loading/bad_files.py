@@ -43,9 +43,8 @@ class BadFiles:
     It is kept by the main process. The file is read when a run resumes, and before new lines are
     written, since other ranks write to it too. It lists each path once.
 
-    ``counted`` has the images that this rank read, and those of other ranks as of the last
-    ``merge``. Unlike the file, which may be ahead of this rank or of a checkpoint, it is the same
-    at a step whether or not the run was stopped.
+    ``counted`` has the images that this rank has read and, as of the last ``merge``, those of other
+    ranks. At a given step it is the same in a resumed run, whereas the file may be ahead.
 
     Args:
         path: The file; None: kept in memory only.

@@ -185,7 +185,12 @@ def collate(samples: Iterable[Sample], buffer: BatchBuffer) -> RawBatch:
 
 
 class BatchBuffer:
-    """Arrays for the views of a batch, and a check that the views can be stacked."""
+    """Arrays for the views of a batch, and a check that the views can be stacked.
+
+    Args:
+        size: Largest number of samples.
+        new: Allocator of the arrays.
+    """
 
     def __init__(self, size: int, new: Allocator = np.empty) -> None:
         self.views: list[np.ndarray] = []  # V uint8 (size, ...), shaped like the first views

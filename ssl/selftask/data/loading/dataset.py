@@ -222,6 +222,12 @@ class EvalDataset(Dataset):
 
     An unreadable image is left out (no views) and not replaced, since the other image would be
     counted in its place.
+
+    Args:
+        source: Source of the images.
+        pipeline: The evaluation transforms.
+        seed: Seed of their draws, if some are random.
+        extras: Reader of the source's texts and arrays, if they are used.
     """
 
     groups = MappingProxyType({"eval": 1})

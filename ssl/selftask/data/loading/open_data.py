@@ -74,6 +74,11 @@ def _open_named(component: Component, key: str) -> Source:
 def open_val(component: Component, train: Source, key: str) -> Source:
     """Open a validation set and number its classes like those of the training images.
 
+    Args:
+        component: The validation set.
+        train: The training images.
+        key: Config key of the set, for messages.
+
     Raises:
         UserError: If it cannot be opened, or has another number of channels or other classes.
     """

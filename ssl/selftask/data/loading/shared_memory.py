@@ -91,7 +91,13 @@ def memory_file(name: str) -> IO[bytes]:
 
 
 class SlotWriter:
-    """Writer of a worker's batches to the slots ``first``, ``first + step``, ... of a pool."""
+    """Writer of a worker's batches to the slots ``first``, ``first + step``, ... of a pool.
+
+    Args:
+        memory: The pool.
+        first: First slot of the worker.
+        step: Distance of its slots, the number of workers.
+    """
 
     def __init__(self, memory: SlotPool, first: int, step: int) -> None:
         self._memory = memory

@@ -78,7 +78,14 @@ def _warn_of_many(num_workers: int) -> None:
 
 
 class BatchReader:
-    """Iterator over the batches of a DataLoader, given their keys; errors are readable."""
+    """Iterator over the batches of a DataLoader, given their keys; errors are readable.
+
+    Args:
+        dataset: Samples by key.
+        batches: Keys of the samples of each batch.
+        num_workers: Number of worker processes; 0: read in this process.
+        device: Device that the batches are moved to later.
+    """
 
     def __init__(
         self,

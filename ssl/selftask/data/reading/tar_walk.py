@@ -38,6 +38,10 @@ def walk(file: BinaryIO, path: str) -> Iterator[Member]:
 
     A truncated file, which ends within the content of a member, is not an error.
 
+    Args:
+        file: The tar, which can be seeked.
+        path: Its path, for messages.
+
     Raises:
         UserError: If the file is compressed, so that it has no random access.
         Damaged: If a header is damaged.

@@ -27,6 +27,11 @@ class DatasetSource(Source):
 
     If the data set has an attribute ``extras``, like that of ``Source``, its items are (image,
     label, extras), where ``extras`` is a dict.
+
+    Args:
+        dataset: The data set.
+        name: Its name, for messages and the names of images.
+        channels: Number of channels of each image.
     """
 
     def __init__(self, dataset: Any, name: str, channels: int = 3) -> None:

@@ -30,6 +30,10 @@ class Compose:
     batch to floats once it is on its device. For images of three channels, consecutive transforms
     that the compiled kernel supports run in one call of the kernel. If such a call comes last and
     ``out`` has the result's shape, the result is written to ``out``, which is returned.
+
+    Args:
+        transforms: Instances of transforms, in order.
+        channels: Number of channels of the images, C.
     """
 
     compiled = kernel.available()
@@ -124,6 +128,10 @@ class Normalizer:
 
     The result keeps the memory order of the pixels (``torch.channels_last``). So nothing is
     transposed, and convolutions on a CPU are faster.
+
+    Args:
+        scale: float32 (C,).
+        shift: float32 (C,).
     """
 
     def __init__(self, scale: np.ndarray, shift: np.ndarray) -> None:

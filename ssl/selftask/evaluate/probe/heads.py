@@ -20,7 +20,12 @@ _STD = 0.01  # of the initial weights of the linear layer, as in MoCo, MAE and D
 
 
 class LinearHead(nn.Module):
-    """Linear classifier of features (B, E)."""
+    """Linear classifier of features (B, E).
+
+    Args:
+        width: Number of features, E.
+        num_classes: Number of classes, C.
+    """
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
@@ -29,7 +34,7 @@ class LinearHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return logits (B, C)."""
+        """Return logits (B, C) of features (B, E)."""
         return self.linear(features)
 
 

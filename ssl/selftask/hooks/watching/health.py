@@ -179,7 +179,7 @@ def mean_cosine(rows: Tensor) -> Tensor:
 
 
 def effective_rank(rows: Tensor) -> Tensor:
-    """Return the exponential of the entropy of normalized singular values of centered (N, E) rows.
+    """Return exp(entropy) of the normalized singular values of centered (N, E) rows.
 
     Roy and Vetterli, The effective rank, EUSIPCO 2007: between 1 and min(N, E). Returns NaN if the
     rows are not finite, since the check of the loss then reports the cause.

@@ -61,7 +61,12 @@ class Classifier(nn.Module):
 
 
 class Chain(nn.Sequential):
-    """Blocks applied in order; takes features (N, E), or all ``Features`` of a backbone."""
+    """Blocks applied in order; takes features (N, E), or all ``Features`` of a backbone.
+
+    Args:
+        modules: The blocks.
+        takes_tokens: Whether the first block takes ``Features`` instead of pooled features.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], *, takes_tokens: bool) -> None:
         super().__init__(*modules)

@@ -59,7 +59,14 @@ class UNetDecoder(nn.Module):
 
 
 class Densify(nn.Module):
-    """Norm, trained vector at hidden positions, convolution: (B, E, H, W) -> (B, D, H, W)."""
+    """Norm, trained vector at hidden positions, convolution: (B, E, H, W) -> (B, D, H, W).
+
+    Args:
+        width: Width E of the map.
+        dim: Width D of the result.
+        kernel: Side of the kernel, odd. If it is 1 and E = D, there is no convolution.
+        batch_norm: As in ``UNetDecoder``.
+    """
 
     def __init__(self, width: int, dim: int, *, kernel: int, batch_norm: bool) -> None:
         from timm.layers import LayerNorm2d

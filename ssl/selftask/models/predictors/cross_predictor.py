@@ -71,7 +71,7 @@ class CrossPredictor(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """Cross-attention, then an MLP, each with a residual connection."""
+    """Cross-attention, then an MLP, each with a residual connection; see ``CrossAttention``."""
 
     def __init__(self, dim: int, context_dim: int, num_heads: int, drop_path: float) -> None:
         super().__init__()
@@ -92,7 +92,13 @@ class CrossBlock(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention of queries to a context, with rotary positions."""
+    """Attention of queries to a context, with rotary positions.
+
+    Args:
+        dim: Width D of the queries.
+        context_dim: Width E of the context.
+        num_heads: Number of attention heads.
+    """
 
     def __init__(self, dim: int, context_dim: int, num_heads: int) -> None:
         super().__init__()

@@ -156,7 +156,7 @@ def shown(backbone: Component) -> dict[str, Any]:
 
 
 def portable_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict as CPU tensors that own their memory, without keys of wrappers."""
+    """Return the state dict as CPU copies, with prefixes of wrappers removed from the keys."""
     clean: dict[str, Tensor] = {}
     for key, value in module.state_dict().items():
         clean[WRAPPERS.sub("", key)] = value.detach().to("cpu", copy=True).contiguous()

@@ -66,9 +66,12 @@ class BatchedColorJitter(UniformOperation):
 
 
 def adjust(values: Tensor, step: Tensor, out: Tensor | None = None) -> Tensor:
-    """Adjust images (B, C, H, W); ``step`` (B, 3): weights of x, luma and mean luma.
+    """Return a weighted sum of images, their luma and their mean luma, rounded and clipped.
 
-    The result is written to ``out``, which may be ``values``.
+    Args:
+        values: (B, C, H, W).
+        step: Weights of the image, its luma and its mean luma, (B, 3).
+        out: Destination, which may be ``values``.
     """
     gain, of_luma, of_mean = (per_image(one) for one in step.unbind(1))
     gray = luma(values)
