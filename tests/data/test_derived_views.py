@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from both_engines import by_cpu, by_device
 
+from data.both_engines import by_cpu, by_device
 from selftask.config.load import load_config
 from selftask.config.schema import Component, Config, ViewConfig, num_views
 from selftask.data.data_module import DataModule

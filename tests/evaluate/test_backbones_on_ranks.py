@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-from dense_data import write_depths, write_scenes
 from PIL import Image
 
 import tiny
+from dense_data import write_depths, write_scenes
 from selftask.cli.main import main
 from selftask.evaluate import offline, view_measures
 from selftask.evaluate.dense import patches

@@ -7,10 +7,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from dense_data import write_depths, write_scenes
 from PIL import Image
 
 import tiny
+from dense_data import write_depths, write_scenes
 from page_blocks import sessions
 from selftask.cli.main import main
 from selftask.cli.model.evaluate import COMMANDS

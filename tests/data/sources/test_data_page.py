@@ -19,7 +19,7 @@ from PIL import Image
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import check_data, copy_data, open_data
 
-DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
 NEEDS = {"h5": "h5py", "lmdb": "lmdb", "parquet": "pyarrow", "saved": "datasets"}
 DISTANT = "s3://"  # nothing answers there
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from odd_files import make_photographs
 
+from data.odd_files import make_photographs
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import Config

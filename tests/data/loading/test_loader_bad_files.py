@@ -23,7 +23,7 @@ from selftask.data.sources.dataset_objects import DatasetSource
 from selftask.data.views import Views
 from selftask.errors import UserError
 
-ODD_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "odd_images"
+ODD_IMAGES = Path(__file__).parents[4] / "shared" / "data" / "odd_images"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

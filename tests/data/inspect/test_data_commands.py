@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from odd_files import bomb, make_bad, make_odd_but_sound, make_photographs
 
 import tiny
+from data.odd_files import bomb, make_bad, make_odd_but_sound, make_photographs
 from selftask.cli.data import COMMANDS
 from selftask.cli.inspect_data.inspect_commands import CountDone
 from selftask.cli.main import main

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from odd_files import encoded
 
+from data.odd_files import encoded
 from selftask.cli.main import guarded
 from selftask.config.compose.short_forms import expand_source
 from selftask.config.schema import Component

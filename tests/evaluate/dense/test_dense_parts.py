@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dense_data import interpolated
 from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score, recall_score
 
+from dense_data import interpolated
 from figures import draw
 from selftask.evaluate.dense.confusion import Confusion, upsampled_classes
 from selftask.evaluate.dense.linear_heads import fit_linear_heads

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from odd_files import make_photographs
 from PIL import Image
 
+from data.odd_files import make_photographs
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.data.inspect.pixel_statistics import choose, measure, sums_of_pixels

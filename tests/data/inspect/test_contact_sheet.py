@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from odd_files import make_photographs
 from PIL import Image
 
+from data.odd_files import make_photographs
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import Config

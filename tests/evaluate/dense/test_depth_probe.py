@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dense_data import DEPTH, scene, write_depths
 from PIL import Image
 
+from dense_data import DEPTH, scene, write_depths
 from figures import draw
 from selftask.cli.main import main
 from selftask.evaluate.depth import DepthOptions, metrics

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dense_data import interpolated, save_scene, scene, write_scenes
 from PIL import Image
 from torch import Tensor, nn
 
+from dense_data import interpolated, save_scene, scene, write_scenes
 from figures import draw
 from selftask.cli.main import main
 from selftask.config.load import load_config

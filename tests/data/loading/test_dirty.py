@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from odd_files import encoded, make_bad, make_odd_but_sound, make_photographs, picture
 from PIL import Image
 
+from data.odd_files import encoded, make_bad, make_odd_but_sound, make_photographs, picture
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.data_module import DataModule

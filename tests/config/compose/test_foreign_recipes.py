@@ -9,7 +9,7 @@ import pytest
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 FILES = {
     "VISSL.yaml": """

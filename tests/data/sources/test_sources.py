@@ -19,7 +19,7 @@ from selftask.data.source import Source
 from selftask.errors import UserError
 from selftask.registry import SOURCES
 
-PHOTOS = Path(__file__).parents[3] / "shared" / "data" / "photos" / "train"
+PHOTOS = Path(__file__).parents[4] / "shared" / "data" / "photos" / "train"
 
 
 def build(name: str, **args: Any) -> Source:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_data import write_scenes
 
 import tiny
+from dense_data import write_scenes
 from ranks import run_ranks
 from selftask.cli.main import main
 from selftask.data.loading.open_data import open_data

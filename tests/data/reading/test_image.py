@@ -21,7 +21,7 @@ from selftask.data.reading.image import (
     to_rgb,
 )
 
-ODD_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "odd_images"
+ODD_IMAGES = Path(__file__).parents[4] / "shared" / "data" / "odd_images"
 
 
 @pytest.fixture

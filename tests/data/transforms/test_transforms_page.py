@@ -17,7 +17,7 @@ from selftask.config.load import load_config
 from selftask.data.views import Views
 from selftask.registry import TRANSFORMS, Registry
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "transforms.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "transforms.md").read_text(encoding="utf-8")
 ROWS = {row[1]: row[0] for row in re.finditer(r"^\| `(\w+)` \|.*$", PAGE, re.MULTILINE)}
 BUILT_IN = Registry("transform", "selftask.data.transforms").names()  # none of another test
 

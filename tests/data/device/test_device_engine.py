@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from both_engines import (
+
+from data.both_engines import (
     HEIGHT,
     IMAGES,
     SEED,
@@ -19,7 +20,6 @@ from both_engines import (
     views_of,
     views_on_a_device,
 )
-
 from imagined_device import in_process
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.device.engine import Engine
