@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import hashlib
 import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (seed := config.getoption("--shuffle")) is not None:
         files = {item: item.nodeid.partition("::")[0] for item in items}  # below the root
         items.sort(key=lambda item: hashlib.sha256(f"{seed} {files[item]}".encode()).digest())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage is looked for neither while tests are imported nor, later, among what they import."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures
