@@ -113,7 +113,7 @@ def _by_file(rank: int, folder: Path) -> None:
 
 
 def test_ranks_meet_by_a_file(tmp_path: Path) -> None:
-    mp.start_processes(_by_file, (tmp_path,), nprocs=2, start_method="spawn")
+    mp.start_processes(_by_file, (tmp_path,), nprocs=2, start_method="forkserver")
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0, 1]"] * 2
 
 

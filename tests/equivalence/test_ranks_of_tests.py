@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import ranks  # noqa: F401 - sets what the server imports once
 from selftask.cli.main import main
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.equivalence import self_test
@@ -51,6 +54,14 @@ def test_results_of_all_ranks() -> None:
     assert a == b == 1.5
 
 
+@pytest.fixture
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks as tests start them, from a server: each new process imports torch for seconds."""
+    server = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("forkserver"))
+    monkeypatch.setattr("selftask.equivalence.on_ranks.multiprocessing", server)
+
+
+@pytest.mark.usefixtures("_forked")
 def test_a_rank_that_hangs_is_shown_with_its_line() -> None:
     with pytest.raises(RunError) as error:
         on_ranks(waits_for_nobody, 2, timeout_s=4)
@@ -58,6 +69,7 @@ def test_a_rank_that_hangs_is_shown_with_its_line() -> None:
     assert "hung for 4 s" in text and "in waits_for_nobody" in text
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_rank_that_raises_or_dies_is_named() -> None:
     with pytest.raises(RunError, match=r"rank 1 of 2 raised an exception") as error:
         on_ranks(raises_on_one, 2)
@@ -80,6 +92,7 @@ def wrong_sum(rank: int) -> float:
 exchange = self_test.exchange
 
 
+@pytest.mark.usefixtures("_forked")
 def test_the_self_test_sees_a_wrong_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
