@@ -36,9 +36,12 @@ def classes() -> dict[str, type]:
     return actual
 
 
-@pytest.mark.parametrize("name", classes())
+CLASSES = classes()
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_every_key_has_its_line(name: str) -> None:
-    config = classes()[name]
+    config = CLASSES[name]
     docs = field_docs(config)
     fields = [field.name for field in dataclasses.fields(config)]
     assert [field for field in fields if field not in docs] == []
