@@ -288,15 +288,18 @@ def hits(state: dict[str, Tensor], x: Tensor, labels: Tensor) -> Tensor:
     return (scores.argmax(dim=1) == labels).float()
 
 
+SWIN: dict[str, Any] = {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 2), "num_classes": 0}
+
+
 @pytest.mark.parametrize(
     "build",
     [
         lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=0),
         lambda: timm.create_model("resnet18", num_classes=0),
-        lambda: timm.create_model("swin_tiny_patch4_window7_224", img_size=64, num_classes=0),
+        lambda: timm.create_model("swin_tiny_patch4_window7_224", img_size=64, **SWIN),
         lambda: torchvision.models.resnet18(),
-        lambda: torchvision.models.vit_b_32(image_size=64),
-        lambda: torchvision.models.swin_t(),
+        lambda: torchvision.models.VisionTransformer(64, 32, 3, 2, 24, 48),
+        lambda: torchvision.models.SwinTransformer([4, 4], 12, [1, 2], [2, 2], [7, 7]),
     ],
 )
 def test_outputs_of_a_pass_are_those_of_eval_layers(build: Any) -> None:

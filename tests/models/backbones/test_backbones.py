@@ -56,7 +56,6 @@ def _build(name: str, **args: object) -> nn.Module:
         ("timm", {"model": "resnet18"}, 32, 512),
         ("timm", {"model": "skresnet18"}, 32, 512),
         ("torchvision", {"model": "resnext50_32x4d"}, 32, 2048),
-        ("torchvision", {"model": "wide_resnet50_2"}, 32, 2048),
         ("torchvision", {"model": "mobilenet_v3_small"}, 32, 576),
         ("torchvision", {"model": "vit_b_16", "args": {"image_size": 48}}, 48, 768),
         ("torchvision", {"model": "efficientnet_b0"}, 32, 1280),

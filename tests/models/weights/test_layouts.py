@@ -229,8 +229,9 @@ def test_two_networks_that_nothing_tells_apart_are_refused(tmp_path: Path) -> No
 
 
 def test_networks_of_another_architecture_are_not_said_to_fit(tmp_path: Path) -> None:
-    """ResNet-50's two encoders for a ResNet-18: the first differences, with their shapes."""
-    state = dict(torchvision.models.resnet50().state_dict())
+    """Two encoders of bottlenecks for a ResNet-18: the first differences, with their shapes."""
+    bottleneck = torchvision.models.resnet.Bottleneck
+    state = dict(torchvision.models.ResNet(bottleneck, [1, 1, 1, 1]).state_dict())
     torch.save({"left": state, "right": zeroed(state)}, tmp_path / "w.pth")
     with pytest.raises(UserError) as error:
         load_weights(resnet(), read_state(tmp_path / "w.pth"), what="w.pth", option="prefix")
@@ -249,11 +250,17 @@ def test_networks_of_another_architecture_are_not_said_to_fit(tmp_path: Path) ->
             1,
         ),
         (
-            lambda size: timm.create_model("deit_tiny_distilled_patch16_224", img_size=size),
+            lambda size: timm.create_model(
+                "deit_tiny_distilled_patch16_224", depth=1, img_size=size
+            ),
             "pos_embed",
             2,
         ),
-        (lambda size: torchvision.models.vit_b_32(image_size=size), "encoder.pos_embedding", 1),
+        (
+            lambda size: torchvision.models.VisionTransformer(size, 32, 1, 2, 24, 48),
+            "encoder.pos_embedding",
+            1,
+        ),
     ],
 )
 def test_positions_are_interpolated_to_the_module_s_grid(
