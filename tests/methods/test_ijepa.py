@@ -235,5 +235,7 @@ def test_what_only_the_backbone_shows_is_told() -> None:
     pooled = {"class_token": True, "global_pool": "token"}
     with pytest.raises(UserError, match="global_pool: avg"):
         MiniTask("ijepa", SMALL, backbone=lambda: _vit(**pooled), sizes=(8,))
-    with pytest.raises(UserError, match="smaller than a patch where there are 1x1"):
+    with pytest.raises(UserError, match="smaller than a patch where there are 1x1; raise target_s"):
         MiniTask("ijepa", SMALL, backbone=lambda: _vit(patch_size=8), sizes=(8,))
+    with pytest.raises(UserError, match="raise context_scale"):
+        MiniTask("ijepa", {**SMALL, "context_scale": (0.001, 1.0)}, backbone=_vit, sizes=(8,))

@@ -95,7 +95,7 @@ def test_tensors_have_room_for_every_block_and_no_more(grid: tuple[int, int]) ->
             aspect = 0.75 + 0.75 * other / 400
             height = round(grid[0] * math.sqrt(area * aspect))
             results.add(height * round(grid[1] * math.sqrt(area / aspect)))
-    possible = possible_areas((0.15, 0.2), (0.75, 1.5), grid)
+    possible = possible_areas((0.15, 0.2), (0.75, 1.5), grid, "target_scale")
     assert results <= set(possible)
     assert max(results) == max(possible) == _sampler(grid).most_target
     assert min(results) == min(possible)

@@ -60,10 +60,9 @@ class MultiBlockMask:
         self.target_scale, self.target_ratio = target_scale, target_ratio
         self.context_scale = context_scale
         self.num_patches = grid[0] * grid[1]  # N
-        areas = possible_areas(target_scale, target_ratio, grid)
-        most_left = min(
-            max(possible_areas(context_scale, _SQUARE, grid)), self.num_patches - min(areas)
-        )
+        areas = possible_areas(target_scale, target_ratio, grid, "target_scale")
+        contexts = possible_areas(context_scale, _SQUARE, grid, "context_scale")
+        most_left = min(max(contexts), self.num_patches - min(areas))
         self.most_target = max(areas)  # Q
         self.most_context = max(1, min(most_left, int(max_context * self.num_patches)))  # K
 
@@ -127,7 +126,7 @@ def _stretch(share: Tensor, draw: Tensor, length: int) -> Tensor:
     return (positions >= first) & (positions < first + size[..., None])
 
 
-def possible_areas(scale: Range, ratio: Range, grid: tuple[int, int]) -> list[int]:
+def possible_areas(scale: Range, ratio: Range, grid: tuple[int, int], name: str) -> list[int]:
     """Return the possible areas of ``rectangles`` in patches, to determine the size of tensors.
 
     A side of h patches is the rounded value of a length between h - 1/2 and h + 1/2.
@@ -136,6 +135,7 @@ def possible_areas(scale: Range, ratio: Range, grid: tuple[int, int]) -> list[in
         scale: Smallest and largest area, as a fraction of the image.
         ratio: Smallest and largest height / width, relative to the image's.
         grid: Rows and columns of patches.
+        name: Key of ``scale`` in the config, for the error.
 
     Raises:
         UserError: If a side may be rounded to zero.
@@ -145,7 +145,7 @@ def possible_areas(scale: Range, ratio: Range, grid: tuple[int, int]) -> list[in
     if shortest <= 0.5:
         raise UserError(
             f"method: blocks of {scale[0]:.0%} of the image are smaller than a patch where there "
-            f"are {rows}x{columns}; raise target_scale or take a smaller backbone.patch_size"
+            f"are {rows}x{columns}; raise {name} or take a smaller backbone.patch_size"
         )
     heights = _possible_sides(rows, scale[0] * ratio[0], scale[1] * ratio[1])
     widths = _possible_sides(columns, scale[0] / ratio[1], scale[1] / ratio[0])
