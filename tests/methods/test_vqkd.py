@@ -12,7 +12,8 @@ import tiny
 from figures import draw
 from selftask.errors import UserError
 from selftask.methods.vqkd import vqkd_terms
-from selftask.models.distillation.vector_quantizer import VectorQuantizer, code_sums
+from selftask.models.clustering import cluster_sums
+from selftask.models.distillation.vector_quantizer import VectorQuantizer
 
 # microsoft/unilm beit2 for seeds 0 and 500, two steps each: commitment loss, gradient of the
 # vectors, sum of the codes, norms of the change of the codebook and of the cluster sizes
@@ -48,7 +49,7 @@ def test_two_steps_of_the_codebook_are_those_of_the_authors_code(case: int) -> N
         _, commitment = vqkd_terms(units, units, units, nearest)
         weighted = (passed.permute(0, 3, 1, 2) * draw(seed + 20, 2, 8, 4, 4)).sum()
         (gradient,) = torch.autograd.grad(commitment + weighted, maps)
-        sums, counts = code_sums(units.detach().flatten(0, 2), codes.flatten(), 12)
+        sums, counts = cluster_sums(units.detach().flatten(0, 2), codes.flatten(), 12)
         quantizer.update(sums, counts, momentum=0.99)
         moved = (quantizer.codebook - start).norm().item()
         computed = (
@@ -74,7 +75,7 @@ def test_codes_follow_their_vectors_and_unused_ones_stay() -> None:
     before = quantizer.codebook.clone()
     units = F.normalize(draw(1, 9, 3), dim=1)
     codes = torch.tensor([0, 0, 2, 2, 2, 5, 0, 5, 5])
-    quantizer.update(*code_sums(units, codes, 6), momentum=0.75)
+    quantizer.update(*cluster_sums(units, codes, 6), momentum=0.75)
     for code in range(6):
         members = [units[row] for row in range(9) if codes[row] == code]
         expected = before[code]

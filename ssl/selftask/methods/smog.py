@@ -20,7 +20,7 @@ from selftask.config.fields import setting
 from selftask.distributed.collectives import sum_with_grad
 from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import ProjectorTeacher, Schedule, teacher_momentum
-from selftask.models.clustering import spherical_kmeans
+from selftask.models.clustering import cluster_sums, spherical_kmeans
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.precision import in_full_precision, to_float32
@@ -167,9 +167,9 @@ def moved_groups(groups: Tensor, projection: Tensor, *, momentum: float) -> Tens
         projection: Projections of this rank, (N, D). Each is a member of its nearest group.
         momentum: Share of the old groups, beta.
     """
-    member = F.one_hot(nearest_group(projection, groups), len(groups)).to(projection.dtype)
-    sums = sum_with_grad(member.T @ projection)  # (K, D)
-    count = sum_with_grad(member.sum(dim=0))[:, None]  # (K, 1)
+    nearest = nearest_group(projection, groups)
+    sums, counts = map(sum_with_grad, cluster_sums(projection, nearest, len(groups)))
+    count = counts[:, None]
     moved = momentum * groups + (1 - momentum) * sums / count.clamp(min=1)
     return torch.where(count > 0, moved, groups)
 

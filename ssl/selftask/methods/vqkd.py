@@ -24,10 +24,10 @@ from selftask.errors import UserError
 from selftask.methods.base import Method, Task
 from selftask.methods.families.distillation import trained_teacher
 from selftask.models.build import embed_dim
-from selftask.models.clustering import spherical_kmeans
+from selftask.models.clustering import cluster_sums, spherical_kmeans
 from selftask.models.distillation.patch_decoder import PatchDecoder
 from selftask.models.distillation.patch_targets import PatchTeacher
-from selftask.models.distillation.vector_quantizer import VectorQuantizer, code_sums
+from selftask.models.distillation.vector_quantizer import VectorQuantizer
 from selftask.models.features.extract import adapter_of
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
@@ -165,7 +165,7 @@ class VQKD(Method):
             )
             quantizer.codebook.copy_(centroids)
             return
-        sums, counts = code_sums(units, codes, config.num_codes)
+        sums, counts = cluster_sums(units, codes, config.num_codes)
         moved = all_reduce_sum(torch.cat([sums, counts[:, None]], dim=1))  # (K, D + 1)
         quantizer.update(moved[:, :-1], moved[:, -1], momentum=config.codebook_momentum)
         task.log("used_codes", (moved[:, -1] > 0).float().mean())

@@ -14,7 +14,6 @@ from torch import Tensor
 from selftask.distributed import accelerator
 from selftask.distributed.collectives import all_reduce_max, all_reduce_sum, world_size
 from selftask.distributed.heartbeat import track
-from selftask.models.distillation.vector_quantizer import code_sums
 from selftask.models.precision import in_full_precision, to_float32
 
 
@@ -142,7 +141,7 @@ def spherical_kmeans(
     centroids = x[accelerator.copy_to(x.device, first)]  # (K, D)
     for _ in track("k-means", range(iterations)):
         cluster = _nearest(x, centroids, chunk)
-        sums, counts = code_sums(x, cluster, num_clusters)
+        sums, counts = cluster_sums(x, cluster, num_clusters)
         centroids = torch.where(counts[:, None] > 0, F.normalize(sums, dim=1), centroids)
     return centroids, _nearest(x, centroids, chunk)
 
@@ -150,3 +149,24 @@ def spherical_kmeans(
 def _nearest(x: Tensor, centroids: Tensor, chunk: int) -> Tensor:
     """Return the index of the centroid with the largest cosine for each row, (N,)."""
     return torch.cat([(rows @ centroids.T).argmax(dim=1) for rows in torch.split(x, chunk)])
+
+
+def cluster_sums(x: Tensor, cluster: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
+    """Return the sum of the rows of each cluster (K, D), and their number (K,).
+
+    Sums are matrix products, whose order of summation is fixed, so that ranks and runs agree; that
+    of ``index_add_`` on a GPU is not.
+
+    Args:
+        x: (N, D).
+        cluster: Cluster of each row, (N,) int64.
+        num_clusters: Number of clusters, K.
+    """
+    sums = x.new_zeros(num_clusters, x.shape[1])
+    counts = x.new_zeros(num_clusters)
+    every = torch.arange(num_clusters, device=x.device)
+    for rows, members in zip(x.split(16_384), cluster.split(16_384), strict=True):
+        chosen = (members[:, None] == every).to(rows.dtype)  # one_hot would be of int64
+        sums += chosen.T @ rows
+        counts += chosen.sum(dim=0)
+    return sums, counts

@@ -1,6 +1,6 @@
 """Vector quantization on the unit sphere: VQ-KD of BEiT v2 (arXiv:2208.06366, section 3.1).
 
-D: width of a code; K: number of codes; n: rows.
+D: width of a code; K: number of codes.
 """
 
 from __future__ import annotations
@@ -53,24 +53,3 @@ class VectorQuantizer(nn.Module):
         means = torch.where(counts[:, None] > 0, means, self.codebook)
         self.codebook.copy_(F.normalize(self.codebook.lerp(means, 1 - momentum), dim=1))
         self.usage.lerp_(counts.to(self.usage.dtype), 1 - momentum)
-
-
-def code_sums(units: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of the vectors of each code (K, D), and their number (K,).
-
-    Sums are matrix products, whose order of summation is fixed, so that ranks and runs agree; that
-    of ``index_add_`` on a GPU is not.
-
-    Args:
-        units: (n, D).
-        codes: (n,) int64.
-        num_codes: Number of codes, K.
-    """
-    sums = units.new_zeros(num_codes, units.shape[1])
-    counts = units.new_zeros(num_codes)
-    every = torch.arange(num_codes, device=codes.device)
-    for rows, members in zip(units.split(16_384), codes.split(16_384), strict=True):
-        chosen = (members[:, None] == every).to(rows.dtype)  # one_hot would be of int64
-        sums += chosen.T @ rows
-        counts += chosen.sum(dim=0)
-    return sums, counts
