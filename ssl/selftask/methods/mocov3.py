@@ -29,7 +29,7 @@ class MoCoV3(ProjectorTeacher):
 
     Loss: ``2 tau CE(q1.k2/tau)``, and the same with the views exchanged (algorithm 1).
 
-    Published: ImageNet linear top-1 of ResNet-50 72.8 after 300 epochs, 74.8 after 1000 (authors'
+    Published: ImageNet linear top-1 of ResNet-50 72.8 after 300 epochs, 74.6 after 1000 (authors'
     README).
 
     Use it for contrast with large batches, transformers included.
