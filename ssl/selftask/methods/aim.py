@@ -44,6 +44,8 @@ class AIM(MaskedPatches):
 
     * A patch predicts the next one; there its own, which it sees.
     * The loss is a mean over the predicted patches of an image, then over images.
+    * No positions are added before the head, whose layers have biases and one width; there no
+      biases and hidden layers of four times the width.
     """
 
     paper = "El-Nouby et al., Scalable Pre-training of Large Autoregressive Image Models, ICML 2024"

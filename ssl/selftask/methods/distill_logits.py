@@ -27,7 +27,8 @@ from selftask.registry import register_method
 class DistillLogits(Distillation):
     """Distillation of logits (arXiv:1503.02531): a student learns a teacher's class scores.
 
-    Loss: ``KL(softmax(t/tau) || softmax(s/tau))`` of class scores s and t; ``loss`` selects others.
+    Loss: ``tau^2 KL(softmax(t/tau) || softmax(s/tau))`` of class scores s and t; ``loss`` selects
+    others.
 
     Use it if the teacher is a classifier of the classes that you need.
     """

@@ -31,8 +31,9 @@ class ZeroCL(Projected):
 
     Differs from the authors' code:
 
-    * The authors' code was not available as a whole; the loss is compared with the paper's steps.
-    * Both matrices are of the images of all ranks.
+    * Features and images are whitened, as in the paper; in its script for ImageNet either of them.
+    * Statistics are of the images of all ranks; there each rank's are of its own.
+    * 1e-5 is added to variances; there 1e-4 to standard deviations.
     """
 
     paper = (
