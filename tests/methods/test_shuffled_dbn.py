@@ -43,6 +43,13 @@ def test_gradient_passes_mean_and_covariance() -> None:
     torch.testing.assert_close(covariance, torch.eye(4).double(), rtol=0, atol=1e-9)
 
 
+def test_features_of_small_variance_are_white_by_default() -> None:
+    """Else a network collapses its features without a loss, by making them smaller."""
+    features = 0.01 * draw(4, 1, 64, 8)
+    white = whiten_groups(features, torch.arange(8)[None], epsilon=ShuffledDBN.Config().epsilon)
+    assert torch.cov(white[0].T, correction=0).diagonal().min() > 0.9
+
+
 def test_features_are_grouped_in_another_order_at_each_step() -> None:
     config = {"out_dim": 12, "hidden_dim": 7, "group_width": 3}
     task = MiniTask("shuffled_dbn", config)

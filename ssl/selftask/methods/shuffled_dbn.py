@@ -55,8 +55,10 @@ class ShuffledDBN(Method):
         """Number of features that are whitened together; a divisor of ``out_dim``."""
         shuffle: bool = True
         """Whether features are shuffled before they are grouped, in another order at each step."""
-        epsilon: float = setting(1e-3, above=0)
-        """Added to variances."""
+        epsilon: float = setting(1e-6, above=0)
+        """Added to variances; features may collapse into few directions unless it is much smaller
+        than these.
+        """
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.out_dim % self.group_width:
