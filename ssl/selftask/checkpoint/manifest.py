@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import os
 import zipfile
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,9 +18,6 @@ from selftask.files.received import UnreadableFile, check_regular, read_json
 CHECKSUM = "xxh3_128"  # key in a manifest; five times as fast as zlib's CRC-32
 _BLOCK = 1 << 20  # bytes; stays in the cache
 _SMALL_WRITES = 1 << 16  # bytes that are collected; larger blocks are written directly
-_SCALARS = (bool, int, float, str, type(None))
-
-Keys = tuple[Any, ...]  # keys that lead to an item of nested containers
 
 
 class DamagedCheckpoint(Exception):
@@ -77,37 +71,6 @@ def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise DamagedCheckpoint("holds no state dict")
     return state
-
-
-def check_plain(value: Any, key: str = "state") -> None:
-    """Raise TypeError with the first key whose value torch.load(weights_only=True) may refuse.
-
-    Subclasses are rejected: NumPy's float64 is a float, but ``weights_only`` refuses it.
-    """
-    if type(value) in (dict, OrderedDict):
-        for name, item in value.items():
-            check_plain(name, f"a key of {key}")
-            check_plain(item, f"{key}.{name}")
-    elif type(value) in (list, tuple):
-        for number, item in enumerate(value):
-            check_plain(item, f"{key}[{number}]")
-    elif type(value) not in _SCALARS and not isinstance(value, torch.Tensor):
-        raise TypeError(f"{key} is a {type(value).__name__}: checkpoints hold tensors and scalars")
-
-
-def map_tensors(change: Callable[[torch.Tensor, Keys], Any], value: Any, path: Keys = ()) -> Any:
-    """Return new nested containers, each tensor replaced by ``change(tensor, path)``."""
-    if isinstance(value, torch.Tensor):
-        return change(value, path)
-    if isinstance(value, dict):
-        fresh = copy.copy(value)  # keeps the attributes of a module's OrderedDict
-        for key, item in value.items():
-            fresh[key] = map_tensors(change, item, (*path, key))
-        return fresh
-    if isinstance(value, list | tuple):
-        items = enumerate(value)
-        return type(value)(map_tensors(change, item, (*path, n)) for n, item in items)
-    return value
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from selftask.checkpoint import manifest
 from selftask.checkpoint.manifest import DamagedCheckpoint
+from selftask.checkpoint.nested import Keys, map_tensors
 from selftask.checkpoint.restricted_pickle import Constructor, RestrictedUnpickler, size
 from selftask.checkpoint.rotation import MANIFEST
 from selftask.distributed.collectives import is_primary
@@ -93,7 +94,7 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
     shards: dict[str, DTensor] = {}
     paths: dict[str, list[Any]] = {}
 
-    def cut(tensor: Tensor, path: manifest.Keys) -> Tensor | None:
+    def cut(tensor: Tensor, path: Keys) -> Tensor | None:
         if not isinstance(tensor, DTensor):
             return tensor
         if not _is_split_by_rows(tensor):
@@ -103,7 +104,7 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
         shards[name], paths[name] = tensor, list(path)
         return None
 
-    return {"state": manifest.map_tensors(cut, state), "places": paths}, shards
+    return {"state": map_tensors(cut, state), "places": paths}, shards
 
 
 def _is_split_by_rows(shards: DTensor) -> bool:

@@ -19,7 +19,6 @@ from selftask.checkpoint.kept import Kept
 from selftask.checkpoint.manifest import (
     DamagedCheckpoint,
     NoCheckpoint,
-    check_plain,
     read_file,
     read_manifest,
     sync,
@@ -28,6 +27,7 @@ from selftask.checkpoint.manifest import (
     write_checked,
 )
 from selftask.checkpoint.mirror import local_run
+from selftask.checkpoint.nested import check_plain
 from selftask.checkpoint.rotation import MANIFEST, NAME, checkpoints, clear
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.errors import UserError

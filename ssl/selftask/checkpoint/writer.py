@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selftask.checkpoint import manifest, rotation, store
+from selftask.checkpoint import rotation, store
 from selftask.checkpoint.kept import Kept
-from selftask.checkpoint.manifest import Keys
+from selftask.checkpoint.nested import Keys, check_plain, map_tensors
 from selftask.distributed.accelerator import pins_memory, record_event
 from selftask.distributed.heartbeat import activity
 from selftask.errors import RunError
@@ -81,7 +81,7 @@ class CheckpointWriter:
             TypeError: If the state contains other objects.
             RunError: If this write or the previous one failed.
         """
-        manifest.check_plain(state)
+        check_plain(state)
         self._wait_for_the_one_before()
         self._kept = self.kept
         if last or not self.background:  # nothing changes the state meanwhile, so no copy is needed
@@ -157,7 +157,7 @@ class CheckpointWriter:
             needed += tensor.numel() * tensor.element_size()
             return tensor
 
-        manifest.map_tensors(count, state)
+        map_tensors(count, state)
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if needed > free:
@@ -213,10 +213,10 @@ class HostBuffers:
             return buffer
 
         with torch.no_grad():
-            result = manifest.map_tensors(copied, state)
+            result = map_tensors(copied, state)
         return result, [record_event(device) for device in devices]
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with every tensor on the CPU, so that it loads without a GPU."""
-    return manifest.map_tensors(lambda tensor, path: tensor.detach().cpu(), state)
+    return map_tensors(lambda tensor, path: tensor.detach().cpu(), state)
