@@ -43,8 +43,7 @@ class Preserve(Hook):
     """Weight of the term."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        step = config["train"]["step"]
-        if (step if isinstance(step, str) else step["name"]) == "sam":
+        if config["train"]["step"]["name"] == "sam":
             yield "weight: train.step=sam computes a second loss, which would lack this term"
         if config["parallel"]["reduce"] == "fsdp":
             yield "weight: parallel.reduce=fsdp has no whole backbone outside of the network's pass"

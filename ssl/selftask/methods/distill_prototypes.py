@@ -92,9 +92,7 @@ class DistillPrototypes(Distillation):
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.pairs == "different" and total_views(config["views"]) < NUM_GLOBAL:
                 yield "pairs: 'different' compares views, and `views` makes one; views.main.count=2"
-            step = config["train"]["step"]
-            name = step if isinstance(step, str) else step["name"]
-            if self.patch_weight and name == "grad_cache":
+            if self.patch_weight and config["train"]["step"]["name"] == "grad_cache":
                 yield "patch_weight: train.step=grad_cache divides the scores of images only"
 
     def __init__(self, config: Config) -> None:

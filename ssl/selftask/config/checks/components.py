@@ -22,6 +22,7 @@ def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[
             hooks need, such as loggers, may not be installed.
     """
     whole = config.to_dict()
+    whole["train"]["step"] = config.train.step.to_dict()  # not its short form
     for component, registry, key in _in_sections(config):
         if hooks or registry is not HOOKS:
             yield from iter_problems(component, registry, key, whole)

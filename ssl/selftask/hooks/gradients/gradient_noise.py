@@ -35,8 +35,7 @@ class GradientNoise(Hook):
     """Decay of the running means per logged step."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        step = config["train"]["step"]
-        step = step["name"] if isinstance(step, dict) else step
+        step = config["train"]["step"]["name"]
         if step not in ("standard", "accumulate"):
             yield f"train.step={step!r}: hooks.gradient_noise knows 'standard' and 'accumulate'"
         if config["parallel"]["reduce"] == "fsdp":

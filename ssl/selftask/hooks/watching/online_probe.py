@@ -78,7 +78,7 @@ class OnlineProbe(Hook):
         train = config["train"]
         if self.k > self.queue_size:
             yield f"k: {self.k} is more than queue_size: {self.queue_size}"
-        step = train["step"] if isinstance(train["step"], str) else train["step"]["name"]
+        step = train["step"]["name"]
         if self.layers and (train["compile"] or step == "compiled"):
             yield "layers: a compiled model shows no hidden layers; use train.compile=false"
         if self.layers and step == "grad_cache":

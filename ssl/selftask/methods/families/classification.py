@@ -70,8 +70,7 @@ class Classification(Method):
                 if name not in self.heads:
                     names = ", ".join(self.heads) or "there are none"
                     yield f"head_weights.{name}: no such head in method.heads; {names}"
-            step = config["train"]["step"]
-            if self.heads and (step if isinstance(step, str) else step["name"]) == "grad_cache":
+            if self.heads and config["train"]["step"]["name"] == "grad_cache":
                 yield "heads: train.step=grad_cache divides one output; take another train step"
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
