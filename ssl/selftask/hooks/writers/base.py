@@ -94,9 +94,6 @@ class Writer(Hook):
     def on_end(self, task: Task) -> None:
         self._end(failed=False)
 
-    def on_exception(self, task: Task) -> None:
-        self._end(failed=True)
-
     def release(self) -> None:
         self._end(failed=True)
 
