@@ -90,6 +90,12 @@ def test_commands_exist(page: Path) -> None:
     assert {words[0] for words in commands(page)} <= {*COMMANDS, "help", "--help", "--version"}
 
 
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_files_exist(page: Path) -> None:
+    names = re.findall(r"`((?:tests|ssl)/[\w./]+\.py)`", page.read_text(encoding="utf-8"))
+    assert not [name for name in names if "NAME" not in name and not (ROOT / name).exists()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
 def test_keys_of_commands_exist(
