@@ -9,7 +9,7 @@ Difficulties differ in the distance of the classes.
 
     scikit-learn  LogisticRegression, lbfgs, default tolerance, unlimited iterations
     converged     the same with tolerance 1e-5
-    single        selftask, one weight decay (the same): standardising, fitting and testing
+    single        selftask, one weight decay (the same): standardizing, fitting and testing
     grid          selftask, five weight decays, one picked on held-out images, and a last fit
 """
 
