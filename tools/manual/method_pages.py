@@ -224,15 +224,17 @@ def cost(name: str) -> str:
 
 
 def recipes(name: str) -> Iterator[str]:
-    """Yield a table of the method's recipes, with the first sentence of their headers."""
+    """Yield a table of the method's recipes: command and first sentence of their headers."""
     yield "| recipe | |"
     yield "|---|---|"
     for recipe in sorted(recipe for recipe in shipped() if recipe.split("/")[0] == name):
         path = ROOT / f"configs/{recipe}.yaml"
-        header = re.match(r"(?:#.*\n)*", path.read_text("utf-8"))
-        words = " ".join(line[1:].strip() for line in (header[0] if header else "").splitlines())
-        first = re.split(r"(?<=[.:]) (?=[A-Z`$]|k-NN|selftask)", words)[0]
-        data = " data=DIR" if "/images" in recipe or "imagenet" in recipe else ""
+        header = re.findall(r"^#( *)(.*)\n", path.read_text("utf-8"), re.MULTILINE)
+        words = " ".join(text for margin, text in header if len(margin) < 3)
+        first = re.split(r"(?<=\.) (?=[A-Z`$0-9]|k-NN|solo-learn|timm)", words)[0]
+        commands = "\n".join(text for margin, text in header if len(margin) > 2)
+        typed = re.search(rf"selftask train {recipe}( .*)$", commands.replace("\\\n", ""), re.M)
+        data = typed[1] if typed else " data=DIR" if "/images" in recipe else ""
         yield f"| `selftask train {recipe}{data}` | {_cell(markdown(first))} |"
 
 
