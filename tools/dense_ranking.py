@@ -4,7 +4,7 @@
 
 Each method trains for the same CPU time on crops of 64 pixels. Patches are then matched between
 views of the images of data.val (`selftask eval correspondence`), and their classes predicted by
-k-NN. Prints the table of docs/evaluation.md.
+k-NN. Prints the table of docs/league.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The samples of ``docs/evaluation.md``: their commands run here, and print the same form."""
+"""The samples of docs/evaluation.md and docs/export.md: their commands print the same form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from selftask.cli.main import main
 from selftask.cli.model.evaluate import COMMANDS
 from selftask.registry import EVALUATIONS
 
-SESSIONS = sessions("evaluation")
+SESSIONS = [*sessions("evaluation"), *sessions("export")]
 NUMBER = r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?"
 TOKEN = re.compile(rf"(^\.\.\.\n|\.\.\.|{NUMBER}| +)", re.MULTILINE)
 ANY = {"...\n": r"(?:.*\n)*?", "...": ".*"}
