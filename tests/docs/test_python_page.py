@@ -1,4 +1,4 @@
-"""The blocks of ``docs/python.md`` and ``docs/train-steps.md``: run in order, and in a notebook."""
+"""The blocks of ``docs/python.md``: run in order, and in a notebook."""
 
 from __future__ import annotations
 
