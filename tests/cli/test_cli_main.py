@@ -97,6 +97,16 @@ def test_help_of_a_command_of_a_command(capsys: pytest.CaptureFixture[str]) -> N
     assert "did you mean 'train'?" in capsys.readouterr().err
 
 
+def test_a_folder_of_a_run_may_have_an_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1").mkdir()
+    for command in ("test lr=1", "test lr=1@3", "repro lr=1", "replay lr=1", "eval knn lr=1"):
+        assert main(command.split()) == 2
+        assert "usage:" not in capsys.readouterr().err
+
+
 def test_list_fits_on_a_screen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

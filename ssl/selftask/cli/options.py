@@ -33,9 +33,14 @@ def run_subcommand(commands: Mapping[str, tuple[str, str]], argv: list[str]) -> 
     return int(command.main(argv[1:]))
 
 
+def is_setting(word: str) -> bool:
+    """Return whether a word is ``key=value``, and not a path or ``RUN@STEP`` with ``=``."""
+    return "=" in word and not (exists(word) or exists(word.rpartition("@")[0] or word))
+
+
 def needs_first(words: list[str], what: str, usage: str) -> None:
     """Raise UserError, beginning with ``what``, unless the first word names a run or a recipe."""
-    if not words or "=" in words[0]:
+    if not words or is_setting(words[0]):
         raise UserError(f"{what} before any key=value\n{usage}")
 
 

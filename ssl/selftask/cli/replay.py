@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from selftask.cli.options import is_setting
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError, printable_line
 
@@ -22,11 +23,11 @@ import=[MODULE]  a plug-in of the run
 def main(argv: list[str]) -> int:
     """Print the report; return 1 if the loss differs from the recorded one."""
     words, trust = take_trust(argv)
-    folders = [word for word in words if "=" not in word]
+    folders = [word for word in words if not is_setting(word)]
     if len(folders) != 1:
         raise UserError(f"replay needs one folder\n{USAGE}")
     from selftask.task.replay import replay  # takes seconds to import
 
-    result = replay(Path(folders[0]), [word for word in words if "=" in word], trust=trust)
+    result = replay(Path(folders[0]), [word for word in words if is_setting(word)], trust=trust)
     print("\n".join(map(printable_line, result.lines())))
     return 0 if result.same else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from selftask.cli.options import is_setting
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError, printable_line
 
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> int:
     words, trust = take_trust(argv)
     typed = [word for word in words if word.startswith("import=")]
     words = [word for word in words if word not in typed]
-    if len(words) != 1 or "=" in words[0]:
+    if len(words) != 1 or is_setting(words[0]):
         raise UserError(f"repro needs one RUN\n{USAGE}")
     from selftask.run.reproduction import command, differences, read_environment
 

@@ -12,7 +12,7 @@ from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.evaluations.files import evaluate_files, is_features
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import FROZEN, WEIGHTS, Frozen
-from selftask.cli.options import asks_for_help, refuse_ranks, run_subcommand
+from selftask.cli.options import asks_for_help, is_setting, refuse_ranks, run_subcommand
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.config_class import config_class
 from selftask.distributed.world import read_world
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     if not argv or asks_for_help(argv):
         print(USAGE)
         return 0
-    name, models = by_protocol(*argv), list(takewhile(lambda word: "=" not in word, argv[1:]))
+    name, models = by_protocol(*argv), [*takewhile(lambda word: not is_setting(word), argv[1:])]
     if not models:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
     check_known(name, [*EVALUATIONS.names(), *COMMANDS], f"no evaluation named {name!r}")
