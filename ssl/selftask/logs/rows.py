@@ -47,10 +47,12 @@ class MetricsFile:
         return self._file.tell()
 
     def cut(self, length: int) -> None:
-        """Truncate the file to ``length`` bytes, as saved in a checkpoint."""
-        size = os.path.getsize(self.path)
-        if length < size:
-            os.truncate(self.path, length)
+        """Truncate the file to ``length`` bytes, as saved in a checkpoint.
+
+        If it has fewer, as in a copy of a running run, its last incomplete row is removed.
+        """
+        rows = self.path.read_bytes()[:length]
+        os.truncate(self.path, rows.rfind(b"\n") + 1)
         self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
