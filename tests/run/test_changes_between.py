@@ -182,6 +182,15 @@ def test_the_jump_of_another_length_is_logged_before_the_first_step(
     assert out.index(said) < out.index("step 5")
 
 
+@pytest.mark.parametrize("text", ["- 1", "backbone: resnet18", "train: 5", "{"])
+def test_a_config_that_is_none_is_refused(
+    stopped: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (stopped / "run/config.yaml").write_text(text)
+    assert main(words(stopped)) == 2
+    assert "run/config.yaml: is damaged, so nothing says" in capsys.readouterr().err
+
+
 def test_changed_settings_of_hooks_are_logged(
     stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,7 @@ def check_same_run(config: Config, out: Path) -> None:
     saved = out / "config.yaml"
     try:
         before, now = _fixed(read_yaml(saved)), _fixed(config.to_dict())
-    except UnreadableFile as error:
+    except (UnreadableFile, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{saved}: is damaged, so nothing says whether this is the same run; if it is, remove "
             "that file and start the same command again"
