@@ -130,6 +130,9 @@ CASES = {
     "duration": Broken(
         r"optimizer\.warmup='ten epochs': not a duration", ["optimizer.warmup=ten epochs"]
     ),
+    "list for a section": Broken(
+        rf"{CLI}train=\[1\]: expected a section of key: value pairs", ["train=[1]"]
+    ),
     "section that is none": Broken(r"train=5: expected a section", ["train=5"]),
     "key below a value": Broken(
         rf"{CLI}train\.epochs\.x=1: train\.epochs=\{{'x': 1\}}: expected a number or null",

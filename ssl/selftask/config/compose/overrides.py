@@ -223,7 +223,10 @@ def _set(config: DictConfig, override: Override) -> str | None:
         short = OmegaConf.select(config, parent) if override.key[0] == "method" else None
         if isinstance(short, str):  # method.teacher=timm:NAME method.teacher.weights=none
             OmegaConf.update(config, parent, {"model": short})
-        OmegaConf.update(config, ".".join(override.key), override.value, merge=True, force_add=True)
+        key = ".".join(override.key)
+        if isinstance(override.value, list) and OmegaConf.is_dict(OmegaConf.select(config, key)):
+            return f"{override.place}: expected a section of key: value pairs"
+        OmegaConf.update(config, key, override.value, merge=True, force_add=True)
     except (OmegaConfBaseException, IndexError, TypeError, ValueError) as error:
         return f"{override.place}: cannot be set: {str(error).splitlines()[0]}"
     return None
