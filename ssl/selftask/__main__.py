@@ -45,10 +45,10 @@ def _exit_without_freeing(code: int) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for thing in gc.get_objects():
-        kind = type(thing)  # isinstance() would ask proxies of libraries for their class
-        if issubclass(kind, io.TextIOWrapper | io.BufferedWriter) and not thing.closed:
-            _flush(thing)  # a file that a plug-in never closed; freeing it would write its buffer
+    for value in gc.get_objects():
+        kind = type(value)  # isinstance() would ask proxies of libraries for their class
+        if issubclass(kind, io.TextIOWrapper | io.BufferedWriter) and not value.closed:
+            _flush(value)  # a file that a plug-in never closed; freeing it would write its buffer
     os._exit(_flush_output(code))
 
 

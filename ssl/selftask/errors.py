@@ -153,20 +153,20 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
     return ["  ".join(line).rstrip() for line in lines]
 
 
-def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
+def nearest(name: str, names: Iterable[str], *, show: int = 12) -> str:
     """Return a hint for a wrong name: ``did you mean 'moco'?`` or the known names.
 
     Args:
         name: The wrong name.
-        known: All valid names.
+        names: All valid names.
         show: Number of known names to list if none is close.
     """
-    known = sorted(known)
-    close = get_close_matches(name, known, n=1, cutoff=0.6)
+    names = sorted(names)
+    close = get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"
-    listed = ", ".join(known[:show]) + (", ..." if len(known) > show else "")
-    return f"known: {listed}" if known else "there are none"
+    listed = ", ".join(names[:show]) + (", ..." if len(names) > show else "")
+    return f"known: {listed}" if names else "there are none"
 
 
 def require(package: str, extra: str, purpose: str, key: str = "data") -> None:
@@ -185,10 +185,10 @@ def require(package: str, extra: str, purpose: str, key: str = "data") -> None:
         )
 
 
-def check_known(name: str, known: Iterable[str], problem: str) -> None:
-    """Raise UserError with ``problem`` and the nearest name if ``name`` is not in ``known``."""
-    if name not in known:
-        raise UserError(f"{problem}; {nearest(name, known)}")
+def check_known(name: str, names: Iterable[str], problem: str) -> None:
+    """Raise UserError with ``problem`` and the nearest name if ``name`` is not in ``names``."""
+    if name not in names:
+        raise UserError(f"{problem}; {nearest(name, names)}")
 
 
 def nearest_path(path: str | Path) -> str:

@@ -179,7 +179,7 @@ def test_ranks_that_have_not_arrived_are_named(
 ) -> None:
     """Rank 2 has arrived, rank 3 did so in an earlier attempt, and of rank 1 there is no sign."""
     monkeypatch.setattr(early_errors, "_EVERY_S", 0.01)
-    monkeypatch.setattr(early_errors, "_TELL_S", 0.03)
+    monkeypatch.setattr(early_errors, "_WARN_S", 0.03)
 
     def world(rank: int, attempt: str = "now") -> World:
         return World(rank, 4, rank, 4, attempt=attempt)

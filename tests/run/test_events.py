@@ -67,7 +67,7 @@ def test_another_rank_tells_of_a_dead_rank_0(tmp_path: Path) -> None:
     task.world = replace(task.world, rank=1, size=2)
     failure = Failure(0, "rank 0 is gone", lost=True)
     failure.rank0_hears = False
-    Ending(task, Status(task.config)).tell(failure)
+    Ending(task, Status(task.config)).report(failure)
     (event,) = read_events(task.out)
     assert event["event"] == "failure"
     assert event["text"] == "RUN FAILED at step 0 on rank 0: rank 0 is gone"

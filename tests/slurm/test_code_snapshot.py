@@ -37,8 +37,8 @@ def test_copies_what_git_does_not_ignore_as_it_is_now(repository: Path) -> None:
     assert copied == [Path("new.py"), Path("package/mine.py")]
     assert (snapshot.folder / "package" / "mine.py").read_text() == "VALUE = 3\n"
     snapshot.copy()
-    assert snapshot.place(repository / "package") == snapshot.folder / "package"
-    assert snapshot.place(Path("/elsewhere")) == Path("/elsewhere")
+    assert snapshot.path_of_copy(repository / "package") == snapshot.folder / "package"
+    assert snapshot.path_of_copy(Path("/elsewhere")) == Path("/elsewhere")
 
 
 def test_links_and_runs_that_git_does_not_ignore(repository: Path, tmp_path: Path) -> None:

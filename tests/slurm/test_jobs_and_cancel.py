@@ -49,7 +49,7 @@ def test_jobs_shows_state_step_and_last_line(
         "lost: job unknown to SLURM",
         "cancelled",
     ]
-    assert [run.folder.name for run in queue.stand([tmp_path / "s" / "back"])] == ["back"]
+    assert [run.folder.name for run in queue.run_lines([tmp_path / "s" / "back"])] == ["back"]
     with pytest.raises(UserError, match="no submitted run"):
         queue.find([tmp_path])
 

@@ -110,7 +110,7 @@ class TaskOfBatches(Task):
     def __init__(
         self, config: Config, batches: Any, channels: int, backbone: nn.Module | None = None
     ) -> None:
-        self.given = batches
+        self.user_batches = batches
         count = _Count(len(batches) * config.train.batch_size, channels)
         super().__init__(config, sources=Sources(count, None), backbone=backbone)
 
@@ -122,7 +122,7 @@ class TaskOfBatches(Task):
         number, per_epoch = first, self.length.batches_per_epoch
         while True:
             epoch, start = divmod(number, per_epoch)
-            for item in read_epoch(self.given, epoch, start, self.config.train.seed):
+            for item in read_epoch(self.user_batches, epoch, start, self.config.train.seed):
                 yield _moved(as_batch(item, number, per_epoch), self.device)
                 number += 1
             if number < (epoch + 1) * per_epoch:

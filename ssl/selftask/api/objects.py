@@ -77,8 +77,8 @@ def _plain(value: Any, key: Key) -> Any:
         return _name(registry, value)
     if registry is not None and dataclasses.is_dataclass(value):
         return {"name": _name(registry, type(value)), **_plain(_fields(value), key)}
-    what = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-    raise UserError(f"{dotted(key)}: {what} is no value of a config")
+    type_name = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    raise UserError(f"{dotted(key)}: {type_name} is no value of a config")
 
 
 def _transform(value: Any, key: Key) -> Any:
@@ -108,25 +108,25 @@ def _registry(key: Key) -> Registry | None:
     return next((_REGISTRIES[place] for place in places if place in _REGISTRIES), None)
 
 
-def _address(place: str, thing: Any) -> str:
+def _address(prefix: str, value: Any) -> str:
     """Make an object importable; return ``package.module:name``, the same in every session.
 
-    A later object of the same class and ``place`` replaces it. Importing a ``nn.Module`` gives a
+    A later object of the same class and ``prefix`` replaces it. Importing a ``nn.Module`` gives a
     copy, which may get other weights; the module that a task trains is passed to it directly.
     """
-    name = f"{place}_{type(thing).__name__}"
-    globals()[name] = lambda: deepcopy(thing) if isinstance(thing, nn.Module) else thing
+    name = f"{prefix}_{type(value).__name__}"
+    globals()[name] = lambda: deepcopy(value) if isinstance(value, nn.Module) else value
     return f"{__name__}:{name}"
 
 
-def _name(registry: Registry, thing: Any) -> str:
+def _name(registry: Registry, value: Any) -> str:
     """Return the registered name of a class or function; register it by its own if it has none."""
-    name = _known_name(registry, thing) or str(thing.__name__)
-    if registry.imported(name) is not thing:
-        registry.register(name)(thing)
+    name = _known_name(registry, value) or str(value.__name__)
+    if registry.imported(name) is not value:
+        registry.register(name)(value)
     return name
 
 
-def _known_name(registry: Registry, thing: Any) -> str | None:
+def _known_name(registry: Registry, value: Any) -> str | None:
     """Return the name under which a class or function is registered, or None."""
-    return next((name for name in registry.names() if registry.imported(name) is thing), None)
+    return next((name for name in registry.names() if registry.imported(name) is value), None)

@@ -102,8 +102,8 @@ def named_checkpoint(address: str) -> Path | None:
     Raises:
         UserError: If the run has no such checkpoint.
     """
-    run, at, which = address.rpartition("@")
-    if not at or not (which == "best" or which.isdecimal()) or Path(address).exists():
+    run, separator, which = address.rpartition("@")
+    if not separator or not (which == "best" or which.isdecimal()) or Path(address).exists():
         return None
     folder = Path(run).expanduser() / "checkpoints"
     there = {step_of(path): path for path in checkpoints(folder)}

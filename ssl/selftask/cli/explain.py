@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 def explanations(word: str, width: int = 100) -> Iterator[str]:
     """Yield a text for each key, registered name, column, event or file called ``word``."""
-    things, keys = _things_and_keys()
+    entries, keys = _things_and_keys()
     exact = [key for key in keys if key.key == word]
     inside = [key for key in keys if key.key.startswith(f"{word}.")] if exact else []
     alike = [key for key in keys if key.key.endswith(f".{word}") or word in key.also]
@@ -48,7 +48,7 @@ def explanations(word: str, width: int = 100) -> Iterator[str]:
         yield _key(entry, width, owners)
     if inside:
         yield "\n".join(_key(entry, width, owners) for entry, owners in _distinct(inside))
-    yield from (_named(thing, width) for thing in things if thing.name == word)
+    yield from (_named(entry, width) for entry in entries if entry.name == word)
     for name, facts, text in _records():
         if word in (name, name.rstrip("/")):
             yield _text(name, facts, text, width)
@@ -56,17 +56,17 @@ def explanations(word: str, width: int = 100) -> Iterator[str]:
 
 def known_words() -> set[str]:
     """Return all words that have an explanation."""
-    things, keys = _things_and_keys()
+    entries, keys = _things_and_keys()
     words = {name for key in keys for name in (key.key, key.key.rpartition(".")[2], *key.also)}
-    return words | {thing.name for thing in things} | {name for name, _, _ in _records()}
+    return words | {entry.name for entry in entries} | {name for name, _, _ in _records()}
 
 
 def _things_and_keys() -> tuple[list[NamedEntry], list[KeyEntry]]:
     """Return all registered names, and all keys of a config."""
     from selftask.config.reference import all_named, config_keys
 
-    things = list(all_named())
-    return things, [*config_keys(), *(key for thing in things for key in thing.keys)]
+    entries = list(all_named())
+    return entries, [*config_keys(), *(key for entry in entries for key in entry.keys)]
 
 
 def _records() -> Iterator[tuple[str, str, str]]:
@@ -105,13 +105,13 @@ def _facts(entry: KeyEntry) -> str:
     return ", ".join(fact for fact in facts if fact)
 
 
-def _named(thing: NamedEntry, width: int) -> str:
+def _named(entry: NamedEntry, width: int) -> str:
     """Format the docstring and keys of a method, hook, ..."""
-    kind = REGISTRIES[thing.kind].kind.replace("_", " ")
-    place = f"{show_path(thing.address.path)}:{thing.address.line}"
-    doc = textwrap.indent(thing.text.replace("``", "`"), "    ")
-    keys = [_text(key.key, _facts(key), key.text, width) for key in thing.keys]
-    return "\n".join([f"{thing.name}: {kind} [{place}]", doc, *keys])
+    kind = REGISTRIES[entry.kind].kind.replace("_", " ")
+    location = f"{show_path(entry.address.path)}:{entry.address.line}"
+    doc = textwrap.indent(entry.text.replace("``", "`"), "    ")
+    keys = [_text(key.key, _facts(key), key.text, width) for key in entry.keys]
+    return "\n".join([f"{entry.name}: {kind} [{location}]", doc, *keys])
 
 
 def _text(title: str, facts: str, text: str, width: int) -> str:

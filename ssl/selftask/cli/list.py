@@ -68,8 +68,8 @@ def name_rows(registry: Registry) -> Mapping[str, list[Row]]:
         inside = address.module.removeprefix(f"{registry.package}.")
         in_sub_package = inside != address.module and "." in inside
         title = _title(address.path.parent) if in_sub_package else ""
-        place = f"{show_path(address.path)}:{address.line}"
-        groups.setdefault(title, []).append((name, registry.summary(name), place))
+        location = f"{show_path(address.path)}:{address.line}"
+        groups.setdefault(title, []).append((name, registry.summary(name), location))
     return groups
 
 
@@ -96,5 +96,5 @@ def _print_rows(groups: Mapping[str, Iterable[Row]]) -> None:
     for title, rows in groups.items():
         if title:
             print(f"\n  {title}")
-        for name, summary, place in rows:
-            print(f"  {name:<{width}}  {summary}  [{place}]")
+        for name, summary, location in rows:
+            print(f"  {name:<{width}}  {summary}  [{location}]")

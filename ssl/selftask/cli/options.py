@@ -38,18 +38,18 @@ def is_setting(word: str) -> bool:
     return "=" in word and not (exists(word) or exists(word.rpartition("@")[0] or word))
 
 
-def needs_first(words: list[str], what: str, usage: str) -> None:
-    """Raise UserError, beginning with ``what``, unless the first word names a run or a recipe."""
+def needs_first(words: list[str], message: str, usage: str) -> None:
+    """Raise UserError, beginning with ``message``, unless the first word names a run or a recipe."""
     if not words or is_setting(words[0]):
-        raise UserError(f"{what} before any key=value\n{usage}")
+        raise UserError(f"{message} before any key=value\n{usage}")
 
 
-def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str], dict[str, Any]]:
+def take_options(argv: list[str], types: Mapping[str, type]) -> tuple[list[str], dict[str, Any]]:
     """Separate options (``--workers 4`` or ``--workers=4``) from the other words.
 
     Args:
         argv: The words of the command line.
-        known: Type of each option; a bool takes no value, an int is 0 or more.
+        types: Type of each option; a bool takes no value, an int is 0 or more.
 
     Returns:
         The other words, and the values of the given options.
@@ -65,8 +65,8 @@ def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str],
             words.append(word)
             continue
         name, equals, value = word.partition("=")
-        check_known(name, known, f"there is no option {name}")
-        if known[name] is bool:
+        check_known(name, types, f"there is no option {name}")
+        if types[name] is bool:
             if equals:
                 raise UserError(f"{name} takes no value")
             options[name] = True
@@ -74,9 +74,9 @@ def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str],
         text = value if equals else next(rest, "")
         if not text:
             raise UserError(f"{name} needs a value")
-        if known[name] is int and not text.isdecimal():
+        if types[name] is int and not text.isdecimal():
             raise UserError(f"{name} {text}: expected a positive whole number, such as 4")
-        options[name] = known[name](text)
+        options[name] = types[name](text)
     return words, options
 
 

@@ -140,8 +140,8 @@ def _reached_members(classes: list[ast.ClassDef]) -> set[str]:
     new = {"problems"}
     while new:
         reached |= new
-        used = [member for member in members if new & set(bound_names(member))]
-        attributes = [n.attr for m in used for n in ast.walk(m) if isinstance(n, ast.Attribute)]
+        matching = [member for member in members if new & set(bound_names(member))]
+        attributes = [n.attr for m in matching for n in ast.walk(m) if isinstance(n, ast.Attribute)]
         new = set(attributes) - reached
     return reached
 

@@ -23,35 +23,35 @@ GROUP = "selftask"  # entry point group; entries NAME = package.module are impor
 _LOOKED = "the current folder, the recipe's folder and the installed packages"
 
 
-def import_extensions(modules: Any, folders: Iterable[Path], place: str) -> None:
+def import_extensions(modules: Any, folders: Iterable[Path], origin: str) -> None:
     """Import the user's modules from ``folders`` or Python's search path.
 
     Args:
         modules: A name of a module, or a list of names.
         folders: Folders to put first on the search path.
-        place: Origin of ``import:`` in the config, for messages.
+        origin: Origin of ``import:`` in the config, for messages.
 
     Raises:
         ConfigError: If an import fails, with the line that failed.
     """
     modules = [modules] if isinstance(modules, str) else modules
     if not TEXTS.accepts(modules):
-        raise ConfigError([f"{place}: import={modules!r}: expected a list of module names"])
+        raise ConfigError([f"{origin}: import={modules!r}: expected a list of module names"])
     for folder in reversed([str(folder) for folder in folders]):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    problems = [problem for name in modules if (problem := _import(name, f"{place}: import"))]
+    problems = [problem for name in modules if (problem := _import(name, f"{origin}: import"))]
     if problems:
         raise ConfigError(problems)
 
 
-def import_listed(config: DictConfig, folders: Iterable[Path], place: str | None) -> None:
+def import_listed(config: DictConfig, folders: Iterable[Path], origin: str | None) -> None:
     """Import the modules of a config's ``import:``, before any name in it is looked up.
 
     Args:
         config: Merged values, with references.
         folders: Folders to put first on the search path.
-        place: Origin of ``import:``, for messages.
+        origin: Origin of ``import:``, for messages.
     """
     try:
         modules = OmegaConf.select(config, "import")
@@ -59,7 +59,7 @@ def import_listed(config: DictConfig, folders: Iterable[Path], place: str | None
         return
     names = OmegaConf.to_container(modules) if OmegaConf.is_config(modules) else modules
     if names:
-        import_extensions(names, folders, place or "import")
+        import_extensions(names, folders, origin or "import")
 
 
 @cache
@@ -95,18 +95,18 @@ def import_object(address: str, key: str) -> Any:
     return getattr(loaded, name)
 
 
-def _import(name: str, place: str, looked: str = _LOOKED) -> str | None:
+def _import(name: str, origin: str, searched: str = _LOOKED) -> str | None:
     """Import a module; return an error message in one line, or None."""
     if not all(word.isidentifier() for word in name.split(".")) or name.endswith(".py"):
         meant = Path(name).name.removesuffix(".py")
-        return f"{place}: {name!r} is not the name of a module; did you mean {meant!r}?"
+        return f"{origin}: {name!r} is not the name of a module; did you mean {meant!r}?"
     try:
         importlib.import_module(name)
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{name}.".startswith(f"{missing}."):
-            return f"{place}: no module named {name!r} (looked in {looked})"
-        return f"{place}: {name!r} {explain_failure(error)}"
+            return f"{origin}: no module named {name!r} (looked in {searched})"
+        return f"{origin}: {name!r} {explain_failure(error)}"
     return None
 
 

@@ -62,8 +62,8 @@ class RunLength:
 
     @cached_property
     def total_batches(self) -> int:
-        whole, rest = divmod(self.total_steps, self.steps_per_epoch)
-        return whole * self.batches_per_epoch + min(rest * self.accumulate, self.batches_per_epoch)
+        epochs, rest = divmod(self.total_steps, self.steps_per_epoch)
+        return epochs * self.batches_per_epoch + min(rest * self.accumulate, self.batches_per_epoch)
 
     @property
     def num_epochs(self) -> int:

@@ -95,9 +95,9 @@ class Reader:
         component, read = self.component(value, REGISTRIES[flat.metadata["of"]], key, ours=ours)
         if component is None or len(read) < len(ours.fields):
             return None
-        whole = schema.types[flat.name] is Component
+        nested = schema.types[flat.name] is Component
         named = (
-            {flat.name: component} if whole else {"name": component.name, "args": component.args}
+            {flat.name: component} if nested else {"name": component.name, "args": component.args}
         )
         return kind(**named, **read)
 

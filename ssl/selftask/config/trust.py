@@ -81,11 +81,11 @@ def refuse_addresses(config: Config, *sections: str) -> None:
     values = config.to_dict()
     for section in sections:
         for key, text in _addresses_in(values[section], section):
-            place = config.place(key)
-            if not place.startswith("command line"):
+            origin = config.place(key)
+            if not origin.startswith("command line"):
                 raise UserError(
-                    f"{place}: {key}: {text} would be fetched, which the run names and you do not; "
-                    f"give {key}=..., or trust=true if you trust where the run comes from"
+                    f"{origin}: {key}: {text} would be fetched, which the run names and you do not;"
+                    f" give {key}=..., or trust=true if you trust where the run comes from"
                 )
 
 

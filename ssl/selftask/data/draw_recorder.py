@@ -90,14 +90,14 @@ class DrawRecorder:
     def unpack(self, rows: Tensor) -> dict[str, list[Draws]]:
         """Return the draws of a batch by group, from its rows (B, N)."""
         groups: dict[str, list[Draws]] = {}
-        at = 0
+        start = 0
         for one in self.recorded:
-            size, at = rows[:, at : at + 2], at + 2
-            matrix, at = rows[:, at : at + 6].view(-1, 2, 3), at + 6
+            size, start = rows[:, start : start + 2], start + 2
+            matrix, start = rows[:, start : start + 6].view(-1, 2, 3), start + 6
             params = {}
             for name, transform in one.names.items():
                 length = _length(transform)
-                params[name], at = rows[:, at : at + length], at + length
+                params[name], start = rows[:, start : start + length], start + length
             draws = Draws(matrix=matrix, image_size=size, params=params)
             groups.setdefault(self.made[one.number].group, []).append(draws)
         return groups

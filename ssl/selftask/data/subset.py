@@ -147,7 +147,7 @@ def choose(size: int, labels: np.ndarray | None, part: Part) -> np.ndarray:
     return np.sort(rows)
 
 
-def _take(order: np.ndarray, part: Part, what: str) -> np.ndarray:
+def _take(order: np.ndarray, part: Part, noun: str) -> np.ndarray:
     if part.of is not None and part.part is not None:
         first, last = (len(order) * n // part.of for n in (part.part, part.part + 1))
         order = order[first:last]
@@ -156,7 +156,7 @@ def _take(order: np.ndarray, part: Part, what: str) -> np.ndarray:
     if part.count is None:
         return order
     if part.count > len(order):
-        raise UserError(f"data.subset.count={part.count}: there are {len(order)} {what}")
+        raise UserError(f"data.subset.count={part.count}: there are {len(order)} {noun}")
     return order[: part.count]
 
 

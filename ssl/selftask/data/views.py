@@ -52,7 +52,9 @@ class Views:
             pipeline = build_pipeline(group.transforms, f"views.{name}.transforms", channels)
             sources: Iterable[tuple[int | None, int]]  # a view, or an image of the sample
             if group.of is not None:
-                sources = [(at, 0) for at, view in enumerate(self.made) if view.group == group.of]
+                sources = [
+                    (index, 0) for index, view in enumerate(self.made) if view.group == group.of
+                ]
             else:
                 sources = [(None, numbers[image]) for image in group.images]
             self.made += [

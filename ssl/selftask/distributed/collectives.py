@@ -306,14 +306,14 @@ def _fill(tensors: list[Tensor], flat: Tensor) -> None:
         tensor.copy_(values.view_as(tensor))
 
 
-def gather_objects(thing: Any) -> list[Any]:
-    """Return the object ``thing`` of each rank in rank order. Every rank must call it."""
+def gather_objects(value: Any) -> list[Any]:
+    """Return the object ``value`` of each rank in rank order. Every rank must call it."""
     if world_size() == 1 or SIMULATED.active:
-        return [thing] * world_size()
-    things: list[Any] = [None] * world_size()
+        return [value] * world_size()
+    values: list[Any] = [None] * world_size()
     with collective_activity("all_gather of objects"):
-        dist.all_gather_object(things, thing)
-    return things
+        dist.all_gather_object(values, value)
+    return values
 
 
 class AnyFlag:

@@ -115,8 +115,8 @@ class RecordedTask(Task):
             self.method_states.append(_tensors(self.loss))
         if point == "on_loss_and_meter":
             states = _generator_states()
-            used = [name for name in states if states[name] != self._generators[name]]
-            self.draws.update(dict.fromkeys(used))
+            changed = [name for name in states if states[name] != self._generators[name]]
+            self.draws.update(dict.fromkeys(changed))
             batch = self.last_batch
             assert batch.loss is not None
             self.samples.append(batch.index.clone())
@@ -125,7 +125,7 @@ class RecordedTask(Task):
             self.terms.append({name: value.clone() for name, value in batch.terms.items()})
         if point == "on_backward":
             grads = {name: p.grad for name, p in self.trained_parameters.items()}
-            self.gradients.append({n: _whole(g) for n, g in grads.items() if g is not None})
+            self.gradients.append({n: _full_copy(g) for n, g in grads.items() if g is not None})
 
     def record(self) -> dict[str, Any]:
         """Return everything recorded on this rank, with the final state."""
@@ -152,8 +152,8 @@ class RecordedTask(Task):
             for number, entries in state.items():
                 for key, value in entries.items():
                     if isinstance(value, Tensor | float | int):
-                        whole = _whole(torch.as_tensor(value))
-                        yield f"{names.get(id(params[number]), number)}.{key}", whole
+                        full = _full_copy(torch.as_tensor(value))
+                        yield f"{names.get(id(params[number]), number)}.{key}", full
 
     def _count_exchanges(self) -> None:
         """Count the collectives called during the forward pass of the loss."""
@@ -216,10 +216,10 @@ def _generator_states() -> dict[str, Any]:
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     state = module.state_dict()
-    return {name: _whole(value) for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: _full_copy(value) for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _whole(tensor: Any) -> Tensor:
+def _full_copy(tensor: Any) -> Tensor:
     """Return a detached copy, gathered from all ranks if FSDP has sharded it."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach().clone()

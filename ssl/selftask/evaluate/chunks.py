@@ -22,11 +22,11 @@ class InChunks:
     Args:
         function: Tensors with N rows each -> tensors with N rows each. Rows must be independent,
             and the function must not communicate between ranks.
-        what: Word for the rows in the log, such as ``images``.
+        noun: Word for the rows in the log, such as ``images``.
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]], what: str) -> None:
-        self._function, self._what = function, what
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], noun: str) -> None:
+        self._function, self._noun = function, noun
         self._most = sys.maxsize
 
     def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -44,6 +44,6 @@ class InChunks:
                 first += len(chunk[0])
                 continue
             # Only now: inside `except`, the traceback keeps the tensors of the failed call alive.
-            log.warning("out of memory: %d %s at a time from now on", self._most, self._what)
+            log.warning("out of memory: %d %s at a time from now on", self._most, self._noun)
             empty_cache(chunk[0].device)
         return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))

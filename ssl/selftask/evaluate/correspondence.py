@@ -184,11 +184,11 @@ def centers(grid: Grid, like: Tensor) -> Tensor:
     return torch.stack([columns.repeat(grid[0]), rows.repeat_interleave(grid[1])], dim=1)
 
 
-def distances(whole: Tensor, view: Tensor, warp: Tensor) -> tuple[Tensor, Tensor]:
+def distances(image: Tensor, view: Tensor, warp: Tensor) -> tuple[Tensor, Tensor]:
     """Return distances of true positions to patch centers, and the match of each patch.
 
     Args:
-        whole: Patch features of the whole image (E, h, w).
+        image: Patch features of the whole image (E, h, w).
         view: Patch features of the second view (E, h, w).
         warp: Map (2, 3) from positions in the view to those in the image.
 
@@ -197,18 +197,18 @@ def distances(whole: Tensor, view: Tensor, warp: Tensor) -> tuple[Tensor, Tensor
         of the image; the match (N,) of each patch of the view: the patch of the image with the
         largest cosine.
     """
-    positions = centers((whole.shape[1], whole.shape[2]), warp)  # (N, 2)
+    positions = centers((image.shape[1], image.shape[2]), warp)  # (N, 2)
     true_positions = positions @ warp[:, :2].T + warp[:, 2]
-    units = [F.normalize(maps.flatten(1).T, dim=1) for maps in (view, whole)]  # (N, E)
+    units = [F.normalize(maps.flatten(1).T, dim=1) for maps in (view, image)]  # (N, E)
     return torch.cdist(true_positions, positions), (units[0] @ units[1].T).argmax(dim=1)
 
 
-def _scores(whole: Tensor, view: Tensor, warp: Tensor, thresholds: list[float]) -> Tensor:
+def _scores(image: Tensor, view: Tensor, warp: Tensor, thresholds: list[float]) -> Tensor:
     """Return shares of correct and of random matches, and the mean distance of a match.
 
     Each share has a value for each threshold: (2 * thresholds + 1,) in all.
     """
-    distance, match = distances(whole, view, warp)
+    distance, match = distances(image, view, warp)
     nearest = distance.amin(dim=1, keepdim=True)
     correct = [(distance <= torch.clamp(nearest + 1e-6, min=t)).float() for t in thresholds]
     matched = [part.gather(1, match[:, None]) for part in (*correct, distance)]

@@ -80,9 +80,9 @@ class Features:
         """Raise UserError if a feature is not finite."""
         check_finite(self.features, "the features")
 
-    def check_labels(self, what: str) -> None:
+    def check_labels(self, subject: str) -> None:
         """Raise UserError unless there are images and all of them have labels."""
-        check_targets(self.targets, what)
+        check_targets(self.targets, subject)
 
 
 @dataclass(frozen=True)
@@ -156,23 +156,23 @@ class FileFeatures:
             pass  # reading has checked it
 
 
-def check_finite(features: Tensor, what: str) -> None:
+def check_finite(features: Tensor, subject: str) -> None:
     """Raise UserError if values of some images (B, ...) are not finite."""
     if broken := int((~features.isfinite()).flatten(1).any(dim=1).sum()):
         raise UserError(
-            f"{what} of {broken} of {len(features)} images are not finite: the weights are damaged "
-            "or training has diverged"
+            f"{subject} of {broken} of {len(features)} images are not finite: the weights are "
+            "damaged or training has diverged"
         )
 
 
-def check_targets(targets: Tensor, what: str) -> None:
+def check_targets(targets: Tensor, subject: str) -> None:
     """Raise UserError unless there are targets (N,) and none of them is -1."""
     if not len(targets):
-        raise UserError(f"{what}: there are no images to evaluate on")
+        raise UserError(f"{subject}: there are no images to evaluate on")
     unlabeled = int((targets < 0).sum())
     if unlabeled:
         raise UserError(
-            f"{what}: {unlabeled} of {len(targets)} images have no label, or none that is a "
+            f"{subject}: {unlabeled} of {len(targets)} images have no label, or none that is a "
             "whole number; evaluations need a labeled set, such as a folder with one sub-folder "
             "for each class"
         )

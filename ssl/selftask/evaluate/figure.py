@@ -45,8 +45,8 @@ class Figure(float):
     def of_draws(cls, draws: Sequence[float]) -> Figure:
         """Return the mean of results on the same test images, with the mean score of each image."""
         scores = [draw.scores for draw in draws if isinstance(draw, Figure)]
-        known = [part for part in scores if part is not None]
-        mean = np.mean(known, axis=0) if len(known) == len(draws) else None
+        of_images = [part for part in scores if part is not None]
+        mean = np.mean(of_images, axis=0) if len(of_images) == len(draws) else None
         return cls(sum(map(float, draws)) / len(draws), mean)
 
     @classmethod

@@ -42,7 +42,7 @@ class GeolocationOptions:
     k: int = setting(1, min=1)
     """Number of neighbors. The place is that of the neighbor with most others near it."""
     bandwidth: float = setting(25.0, above=0)
-    """Standard deviation of the Gaussian that says how near, in km; for k above 1."""
+    """Standard deviation of the Gaussian that weights neighbors by distance, in km; if k > 1."""
     distances: list[float] = setting([1.0, 25.0, 200.0, 750.0, 2500.0], above=0, nonempty=True)
     """Distances within which a place is correct, in km: street, city, region, country, continent.
     """
@@ -106,10 +106,10 @@ def measure_geolocation(
         )
     train_places = places["data"][train.indices.cpu()]
     test_places = train_places if is_alone else places["data.val"][test.indices.cpu()]
-    bank, own = Bank(train.features), torch.arange(len(test), device=test.features.device)
-    own = own if is_alone else torch.full_like(own, -1)
+    bank, own_rows = Bank(train.features), torch.arange(len(test), device=test.features.device)
+    own_rows = own_rows if is_alone else torch.full_like(own_rows, -1)
     placed = []
-    for rows, left_out in zip(test.features.split(_ROWS), own.split(_ROWS), strict=True):
+    for rows, left_out in zip(test.features.split(_ROWS), own_rows.split(_ROWS), strict=True):
         _, neighbors = bank.nearest(F.normalize(rows, dim=1), options.k, left_out)
         placed.append(densest(train_places[neighbors.cpu()], options.bandwidth))
     errors = distance_km(torch.cat(placed), test_places)
@@ -153,15 +153,15 @@ def read_coordinates(path: Path) -> dict[str, tuple[float, float]]:
     table: dict[str, tuple[float, float]] = {}
     for line, row in enumerate(rows, start=2):
         try:
-            place = float(row["latitude"]), float(row["longitude"])
+            coordinates = float(row["latitude"]), float(row["longitude"])
         except (TypeError, ValueError):
-            place = (math.nan, math.nan)
-        if not (abs(place[0]) <= 90 and abs(place[1]) <= 180):
+            coordinates = (math.nan, math.nan)
+        if not (abs(coordinates[0]) <= 90 and abs(coordinates[1]) <= 180):
             raise UserError(
                 f"{where}:{line}: latitude {row['latitude']!r}, longitude {row['longitude']!r}; "
                 "expected degrees from -90 to 90 and from -180 to 180"
             )
-        table[os.path.abspath(path.parent / row["path"])] = place
+        table[os.path.abspath(path.parent / row["path"])] = coordinates
     return table
 
 

@@ -83,8 +83,8 @@ class Bank:
         nearest = []
         for first in range(0, len(self._rows), QUERIES):
             queries = self._rows[first : first + QUERIES]
-            own = torch.arange(first, first + len(queries), device=queries.device)
-            nearest.append(self.nearest(queries, 1, own))
+            own_rows = torch.arange(first, first + len(queries), device=queries.device)
+            nearest.append(self.nearest(queries, 1, own_rows))
         cosine, row = (torch.cat(parts)[:, 0] for parts in zip(*nearest, strict=True))
         return cosine, row
 
@@ -246,11 +246,11 @@ def _top(
     chosen, member = (members >= least[query]).nonzero(as_tuple=True)
     query, columns = query[chosen], columns[group[chosen], member]
     counts = query.bincount(minlength=len(products))
-    place = torch.arange(len(query)) - (counts.cumsum(0) - counts)[query]
+    rank = torch.arange(len(query)) - (counts.cumsum(0) - counts)[query]
     shape = (len(products), int(counts.max()))
     values = torch.full(shape, -torch.inf, dtype=dtype)
-    values[query, place] = members[chosen, member]
-    return values, columns.new_zeros(shape).index_put((query, place), columns)
+    values[query, rank] = members[chosen, member]
+    return values, columns.new_zeros(shape).index_put((query, rank), columns)
 
 
 def _all(products: Tensor, most: int) -> tuple[Tensor, Tensor]:

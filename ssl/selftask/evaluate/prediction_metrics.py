@@ -144,5 +144,5 @@ def _class_names(predictions: Predictions) -> Sequence[str]:
     return [*names[:size], *map(str, range(len(names), size))]
 
 
-def _share(part: float, whole: float) -> float | str:
-    return float(part / whole) if whole else ""
+def _share(part: float, total: float) -> float | str:
+    return float(part / total) if total else ""

@@ -10,26 +10,26 @@ from selftask.errors import UserError, explained, plural
 
 
 def read_rows(
-    path: Path, columns: Sequence[str], what: str, delimiter: str = ","
+    path: Path, columns: Sequence[str], prefix: str, delimiter: str = ","
 ) -> list[dict[str, str]]:
     """Return the rows of a table, with the cells by column.
 
     Args:
         path: The file, in UTF-8.
         columns: Columns that it must have.
-        what: Beginning of the error messages, such as ``classes=FILE``.
+        prefix: Beginning of the error messages, such as ``classes=FILE``.
         delimiter: Character between cells.
 
     Raises:
         UserError: If it is no table, has no rows, or lacks a column.
     """
     with (
-        explained(f"{what}: is no table", OSError, UnicodeError, csv.Error),
+        explained(f"{prefix}: is no table", OSError, UnicodeError, csv.Error),
         path.open(encoding="utf-8-sig", newline="") as file,
     ):
         reader = csv.DictReader(file, delimiter=delimiter, restval="")
         header, rows = reader.fieldnames or (), list(reader)
     if not rows or not {*columns} <= {*header}:
         there = f"{','.join(header)!r:.100} and {len(rows)} {plural('row', len(rows))}"
-        raise UserError(f"{what}: expected the columns {','.join(columns)} and rows; has {there}")
+        raise UserError(f"{prefix}: expected the columns {','.join(columns)} and rows; has {there}")
     return rows

@@ -39,8 +39,8 @@ class MixedResolution(Hook):
     sizes: dict[str, list[int]] = setting(
         missing="give sizes by group of views: {global: [96, 192], local: [48, 96]}", min=1
     )
-    """Height and width in pixels by group of views. The first entries of all groups are drawn
-    together, the second ones, ...; other groups keep their size.
+    """Height and width in pixels by group of views. An index is drawn, and each group takes
+    the size at it; groups that are not listed keep their size.
     """
     shares: list[float] | None = setting(None, min=0)
     """Share of the batches for each entry; shares sum to 1. null: equal shares."""

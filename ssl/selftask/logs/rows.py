@@ -108,8 +108,8 @@ def parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
     rows, damaged = [], 0
     *lines, last = content.split(b"\n")
     with suppress(ValueError, RecursionError):  # parsing all lines at once is twice as fast
-        if not last and all(map(_is_dict, whole := json.loads(b"[" + b",".join(lines) + b"]"))):
-            return whole, 0
+        if not last and all(map(_is_dict, objects := json.loads(b"[" + b",".join(lines) + b"]"))):
+            return objects, 0
     for line in (*lines, last):
         try:
             row = json.loads(line)

@@ -209,8 +209,8 @@ class AttentionMask:
             counts: (B,), numbers of patches to mask, before some are revealed.
         """
         mask = torch.arange(self.num_patches) < counts[:, None]
-        place = draws.argsort(dim=1, stable=True).argsort(dim=1)
-        mask[:, : self.num_draws] &= place >= counts[:, None] // _HINTS
+        rank = draws.argsort(dim=1, stable=True).argsort(dim=1)
+        mask[:, : self.num_draws] &= rank >= counts[:, None] // _HINTS
         return mask
 
 

@@ -39,7 +39,7 @@ class ActivationBudget:
 
     def __init__(self, blocks: Sequence[nn.Module], budget: Budget) -> None:
         self._blocks, self._budget = blocks, budget
-        self._whole = [0] * len(blocks)  # bytes kept by each block if it is not recomputed
+        self._stored = [0] * len(blocks)  # bytes kept by each block if it is not recomputed
         self._recomputed = [0] * len(blocks)  # bytes kept by each block if it is recomputed
         self.is_open = bool(blocks)
         checkpoint_blocks(blocks)
@@ -54,38 +54,38 @@ class ActivationBudget:
         if not self.is_open:
             return
         self.is_open = False
-        ranks = gather_objects((self._whole, self._recomputed))
-        whole, recomputed = (
+        ranks = gather_objects((self._stored, self._recomputed))
+        stored, recomputed = (
             [max(sizes) for sizes in zip(*(of_rank[kind] for of_rank in ranks), strict=True)]
             for kind in (0, 1)
         )
-        limit = self._budget.limit(sum(whole))
-        chosen = choose(whole, recomputed, limit)
+        limit = self._budget.limit(sum(stored))
+        chosen = choose(stored, recomputed, limit)
         for number, block in enumerate(self._blocks):
             meter_with(block, None)
             recompute(block, number in chosen)
-        kept = sum(recomputed[n] if n in chosen else size for n, size in enumerate(whole))
-        tell = log.info if kept <= limit else log.warning
-        tell(
+        kept = sum(recomputed[n] if n in chosen else size for n, size in enumerate(stored))
+        log_choice = log.info if kept <= limit else log.warning
+        log_choice(
             "activations: %d of %d blocks are recomputed; the blocks keep about %s of %s, the "
             "budget is %s%s",
             len(chosen),
-            len(whole),
+            len(stored),
             show_bytes(kept),
-            show_bytes(sum(whole)),
+            show_bytes(sum(stored)),
             show_bytes(limit),
             "" if kept <= limit else ": less is not possible",
         )
 
-    def add(self, number: int, whole: int, recomputed: int) -> None:
+    def add(self, number: int, stored: int, recomputed: int) -> None:
         """Count one pass through a block.
 
         Args:
             number: Index of the block.
-            whole: Bytes that the pass keeps if the block is not recomputed.
+            stored: Bytes that the pass keeps if the block is not recomputed.
             recomputed: Bytes that the pass keeps if the block is recomputed.
         """
-        self._whole[number] += whole
+        self._stored[number] += stored
         self._recomputed[number] += recomputed
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class ActivationBudget:
             meter_with(block, None)
 
 
-def choose(whole: Sequence[int], recomputed: Sequence[int], limit: int) -> set[int]:
+def choose(stored: Sequence[int], recomputed: Sequence[int], limit: int) -> set[int]:
     """Return the fewest blocks to recompute so that all blocks keep at most ``limit`` bytes.
 
     If blocks save equally many bytes, the first ones are chosen: when they are recomputed in the
@@ -102,7 +102,7 @@ def choose(whole: Sequence[int], recomputed: Sequence[int], limit: int) -> set[i
     all blocks that save memory are returned.
 
     Args:
-        whole: Bytes kept by each block if it is not recomputed.
+        stored: Bytes kept by each block if it is not recomputed.
         recomputed: Bytes kept by each block if it is recomputed.
         limit: Bytes that all blocks together may keep.
 
@@ -110,9 +110,9 @@ def choose(whole: Sequence[int], recomputed: Sequence[int], limit: int) -> set[i
         The indices of the blocks to recompute.
     """
     chosen: set[int] = set()
-    kept = sum(whole)
-    saving = [w - r for w, r in zip(whole, recomputed, strict=True)]
-    for number in sorted(range(len(whole)), key=lambda n: (-saving[n], n)):
+    kept = sum(stored)
+    saving = [w - r for w, r in zip(stored, recomputed, strict=True)]
+    for number in sorted(range(len(stored)), key=lambda n: (-saving[n], n)):
         if kept <= limit or saving[number] <= 0:
             break
         chosen.add(number)

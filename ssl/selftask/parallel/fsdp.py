@@ -274,12 +274,12 @@ class Arrivals:
         self._wanted = {name for name, p in network.named_parameters() if p.requires_grad}
         self._gradients: dict[str, RemovableHandle] = {}
         self._passes = [
-            part.register_forward_pre_hook(self._look)
+            part.register_forward_pre_hook(self._listen_to_gathered)
             for part in network.modules()
             if isinstance(part, FSDPModule)
         ]
 
-    def _look(self, part: nn.Module, inputs: Any) -> None:
+    def _listen_to_gathered(self, part: nn.Module, inputs: Any) -> None:
         """Forward pre-hook: register gradient hooks on parameters that have just been gathered."""
         for name, p in self._network.named_parameters():
             if name in self._wanted and not isinstance(p, DTensor):

@@ -66,7 +66,7 @@ def simulate(task: FakeTask, images: int) -> StepCost:
     handles = _watch(task, tracker)
     passes = [_Passes(network) for network in (task.base_model, *task.teachers)]
     first, *others = task.read(images)
-    tracker.own(INPUTS, tree_leaves((first.views, dict(first.extras))))
+    tracker.register(INPUTS, tree_leaves((first.views, dict(first.extras))))
     seen = images * (1 + len(others))
     del first, others
     SIMULATED.bytes_of.clear()
@@ -117,13 +117,13 @@ def _watch(task: FakeTask, tracker: StepTracker) -> list[RemovableHandle]:
             tracker.relabel(parameter.grad, GRADIENTS)
 
     weights = [*task.base_model.parameters(), *task.loss.parameters()]
-    tracker.own(GRADIENTS, [gradient for gradient in kept.values() if gradient is not None])
+    tracker.register(GRADIENTS, [gradient for gradient in kept.values() if gradient is not None])
     for teacher in task.teachers:
-        tracker.own(TEACHER, [*teacher.parameters(), *teacher.buffers()])
-    tracker.own(WEIGHTS, weights)
+        tracker.register(TEACHER, [*teacher.parameters(), *teacher.buffers()])
+    tracker.register(WEIGHTS, weights)
     tracker.watch_casts(weights)
-    tracker.own(MEMORY, [*task.base_model.buffers(), *task.loss.buffers()])
-    tracker.own(STATE, task.optimizer_state)
+    tracker.register(MEMORY, [*task.base_model.buffers(), *task.loss.buffers()])
+    tracker.register(STATE, task.optimizer_state)
     if not several:
         kept.clear()
     return [parameter.register_post_accumulate_grad_hook(arrived) for parameter in trained]

@@ -22,8 +22,8 @@ _CAST = torch.ops.aten._to_copy.default
 class StepTracker(TorchDispatchMode):
     """Dispatch mode that counts the bytes of live storages by kind, and FLOPs by phase.
 
-    Storages that already exist are registered with ``own``. A new storage counts as activations,
-    unless it is a low-precision copy of a weight. ``relabel`` changes its kind.
+    ``register`` counts storages that already exist. A new storage counts as activations, unless it
+    is a low-precision copy of a weight. ``relabel`` changes its kind.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class StepTracker(TorchDispatchMode):
         self._storages: dict[int, list[Any]] = {}  # storage -> kind, bytes, weak reference
         self._weights: set[int] = set()
 
-    def own(self, kind: str, tensors: Iterable[Tensor]) -> None:
+    def register(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Count the storages of existing tensors as ``kind``."""
         for tensor in tensors:
             self._add(tensor, kind)

@@ -75,49 +75,49 @@ class Registry:
             caller.f_globals["__name__"], Path(caller.f_code.co_filename), caller.f_lineno
         )
 
-        def add(thing: T) -> T:
-            taken = self._taken(name, thing, here)
+        def add(entry: T) -> T:
+            taken = self._taken(name, entry, here)
             if taken is not None:
                 raise UserError(
                     f"the {self.kind} name {name!r} is taken: at {taken}, and again at {here}"
                 )
-            self._check_declaration(name, thing, here)
-            self._check_build(name, thing, here)
-            self._registered[name] = thing
+            self._check_declaration(name, entry, here)
+            self._check_build(name, entry, here)
+            self._registered[name] = entry
             self._addresses[name] = here
-            return thing
+            return entry
 
         return add
 
-    def _taken(self, name: str, thing: Any, here: Address) -> Address | None:
+    def _taken(self, name: str, entry: Any, here: Address) -> Address | None:
         """Return the address of another entry with this name, or None; reloads are allowed."""
         if name in self._registered:
             other = self._registered[name]
-            same = (other.__module__, other.__qualname__) == (thing.__module__, thing.__qualname__)
+            same = (other.__module__, other.__qualname__) == (entry.__module__, entry.__qualname__)
             return None if same else self._addresses[name]
         indexed = self._index().get(name)
         if indexed is None or indexed.path.resolve() == here.path.resolve():
             return None
         return indexed
 
-    def _check_declaration(self, name: str, thing: Any, here: Address) -> None:
+    def _check_declaration(self, name: str, entry: Any, here: Address) -> None:
         if self.declares is None:
             return
         attribute, words = self.declares
-        value = getattr(thing, attribute, None)
+        value = getattr(entry, attribute, None)
         if value not in words:
-            what = "does not declare" if value is None else f"says {value!r} for"
+            problem = "does not declare" if value is None else f"says {value!r} for"
             choices = "; ".join(f'"{word}" ({meaning})' for word, meaning in words.items())
             raise UserError(
-                f"the {self.kind} {name!r} ({thing.__qualname__} at {here}) {what} `{attribute}`; "
-                f"set this class attribute to one of {choices}"
+                f"the {self.kind} {name!r} ({entry.__qualname__} at {here}) {problem} "
+                f"`{attribute}`; set this class attribute to one of {choices}"
             )
 
-    def _check_build(self, name: str, thing: Any, here: Address) -> None:
-        if self.build and not callable(getattr(thing, "build", None)):
-            what = "a class" if isinstance(thing, type) else "a function"
+    def _check_build(self, name: str, entry: Any, here: Address) -> None:
+        if self.build and not callable(getattr(entry, "build", None)):
+            kind = "a class" if isinstance(entry, type) else "a function"
             raise UserError(
-                f"the {self.kind} {name!r} ({thing.__qualname__} at {here}) is {what} without a "
+                f"the {self.kind} {name!r} ({entry.__qualname__} at {here}) is {kind} without a "
                 f"method `build`; register a dataclass of its arguments with {self.build}"
             )
 

@@ -22,9 +22,9 @@ def by_layer(row: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     """
     metrics: dict[str, dict[int, float]] = {}
     for name, value in row.items():
-        found = re.fullmatch(r"(.+)_layer(\d{1,6})", name)
-        if found and is_number(value):
-            metrics.setdefault(found[1], {})[int(found[2])] = value
+        match = re.fullmatch(r"(.+)_layer(\d{1,6})", name)
+        if match and is_number(value):
+            metrics.setdefault(match[1], {})[int(match[2])] = value
     return metrics
 
 

@@ -308,7 +308,7 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     kept, listed = Kept.read(folder), []
     for number, path in enumerate(checkpoints(folder)):
         step = step_of(path)
-        why = [f"best {place}" for place, (best, _) in enumerate(kept.best, 1) if best == step]
+        why = [f"best {rank}" for rank, (best, _) in enumerate(kept.best, 1) if best == step]
         why += ["for good"] * (step in kept.every) + ["newest"] * (number == 0)
         try:
             size = sum(file.stat().st_size for file in _files(path))

@@ -88,20 +88,20 @@ def _ended(record: RunRecord) -> Finding | None:
     status = record.status
     state = status.get("state")
     step = status.get("step")
-    at = f" at step {step:,}" if isinstance(step, int) else ""
+    at_step = f" at step {step:,}" if isinstance(step, int) else ""
     if state == "failed":
         error = str(status.get("error") or "").strip().splitlines()
         reason = error[0] if error else "no reason was recorded"
         rank = status.get("rank")
-        where = f"{at} on rank {rank}" if rank is not None else at
+        where = f"{at_step} on rank {rank}" if rank is not None else at_step
         return Finding("bad", f"failed{where}: {reason}")
     if state in ("interrupted", "requeued"):
         by = f" by {status['by']}" if status.get("by") else ""
         after = "waits in the queue" if state == "requeued" else "the same command resumes it"
-        return Finding("warning", f"{state}{at}{by}; {after}")
+        return Finding("warning", f"{state}{at_step}{by}; {after}")
     if record.lost:
-        what = "hangs" if record.state == "hung" else "does not run any more"
-        return Finding("bad", f"{what}: {record.lost}")
+        outcome = "hangs" if record.state == "hung" else "does not run any more"
+        return Finding("bad", f"{outcome}: {record.lost}")
     if state is None and not record.rows and not record.events:
         return Finding("plain", "nothing is recorded yet")
     return None
@@ -156,7 +156,7 @@ def _against_chance(ratio: Column, loss: Trend, gain: Trend) -> tuple[Finding, b
 def _collapse(columns: Mapping[str, Column], record: RunRecord) -> str | None:
     """Return a text on when the embeddings collapsed, or None."""
     least_std, least_rank = collapse_limits(record)
-    for name, limit, what in (
+    for name, limit, meaning in (
         ("emb_std", least_std, "embeddings of different images are almost the same"),
         ("effective_rank", least_rank, "embeddings vary in one direction only"),
     ):
@@ -164,7 +164,7 @@ def _collapse(columns: Mapping[str, Column], record: RunRecord) -> str | None:
         since = _since(column, limit) if column else None
         if column and since is not None:
             when = "from the start" if since == column.steps[0] else f"at step {since:,}"
-            return f"collapsed {when}: {what} ({name} {column.values[-1]:.3g}, limit {limit:g})"
+            return f"collapsed {when}: {meaning} ({name} {column.values[-1]:.3g}, limit {limit:g})"
     return None
 
 

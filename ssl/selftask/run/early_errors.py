@@ -20,7 +20,7 @@ from selftask.run.failure import Failure
 log = get_logger(__name__)
 
 _EVERY_S = 1.0
-_TELL_S = 60.0  # interval between warnings about ranks that have not arrived
+_WARN_S = 60.0  # interval between warnings about ranks that have not arrived
 _MOST = 12  # largest number of ranks in a warning
 _STARTED = time.time()  # of this process; files of rank 0 from before are of an earlier attempt
 _PRESENT = ("running", "finished")  # states of a run whose rank 0 has not ended early
@@ -111,7 +111,7 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
                     print(text, file=sys.stderr, flush=True)
                 flush_lines()
                 os._exit(1)
-            if world.rank == 0 and time.monotonic() - warned >= _TELL_S:
+            if world.rank == 0 and time.monotonic() - warned >= _WARN_S:
                 warned = time.monotonic()
                 if missing := missing_ranks(out, world):
                     log.warning("%s", _waiting(missing, world.size, warned - began, out))

@@ -75,7 +75,7 @@ class Ending:
         """
         return self._interrupted(by, f"checkpoint saved in {self.task.config.out}/checkpoints")
 
-    def left_at_once(self, by: str) -> int:
+    def aborted(self, by: str) -> int:
         """Report a stop without a checkpoint: after a second signal or before the first step."""
         return self._interrupted(by, "left at once; nothing was saved after the last checkpoint")
 
@@ -113,10 +113,10 @@ class Ending:
             failure.rank0_hears = self.first
         else:
             failure = watch.cause(failure, of_connection=_is_of_connection(error))
-        self.tell(failure)
+        self.report(failure)
         return error.exit_code if isinstance(error, UserError) else 1
 
-    def tell(self, failure: Failure) -> None:
+    def report(self, failure: Failure) -> None:
         """Log the failure. Rank 0 also writes the status; if it is gone, another rank does so."""
         first, *rest = failure.message.splitlines() or [""]
         line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
@@ -125,10 +125,10 @@ class Ending:
             return
         for_rank0 = not failure.rank0_hears and not is_reported
         if self.first or for_rank0:
-            with _written_or_said():
-                what = {"rank": failure.rank, "error": failure.message, "lost": failure.lost}
-                self._write_status("failed", **what)
-                add_event(self.task.out, "failure", line, step=self.step, **what)
+            with _os_errors_logged():
+                facts = {"rank": failure.rank, "error": failure.message, "lost": failure.lost}
+                self._write_status("failed", **facts)
+                add_event(self.task.out, "failure", line, step=self.step, **facts)
             self._write_error_for(failure)
             self._write_page(for_rank0=for_rank0)
         for text in (failure.details, *rest):
@@ -136,7 +136,7 @@ class Ending:
                 LOGGER.error("%s", text)
         LOGGER.error("%s", line)
         if for_rank0:
-            with _written_or_said():
+            with _os_errors_logged():
                 add_line(self.task.out, line)
             print(line, file=sys.stderr, flush=True)
 
@@ -152,7 +152,7 @@ class Ending:
             self._write_error(failure.rank, f"{failure.message}\n{failure.details}")
 
     def _write_error(self, rank: int, text: str) -> None:
-        with _written_or_said():
+        with _os_errors_logged():
             path = self._errors_of(rank)
             path.parent.mkdir(exist_ok=True)
             path.write_text(masked(text), encoding="utf-8")
@@ -162,7 +162,7 @@ class Ending:
 
 
 @contextmanager
-def _written_or_said() -> Iterator[None]:
+def _os_errors_logged() -> Iterator[None]:
     """Context that logs an OSError, so that a full disk does not hide the failure itself."""
     try:
         yield

@@ -221,11 +221,11 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
                     lambda sentences: status.add(**{UNREADABLE: sentences})
                 )
             # The watchdog reports a hang first; the collectives' longer timeout is a fallback.
-            tell = partial(_tell, ending, upload)
-            with watch_others(task.out, world, tell):
+            report = partial(_report_failure, ending, upload)
+            with watch_others(task.out, world, report):
                 process_group.join_world(world, task.device, timeout_s=2 * timeout_s + 60)
             lap("process group")
-            watch = Watch(world.rank, world.size, timeout_s=timeout_s, report=tell)
+            watch = Watch(world.rank, world.size, timeout_s=timeout_s, report=report)
             stopped_by = _train(task)
             if stopped_by is None:
                 check_expected(task)
@@ -234,7 +234,7 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
             upload()
             code = ending.interrupted(stopped_by) if stopped_by else ending.finished()
     except KeyboardInterrupt as stop:
-        code = ending.left_at_once(str(stop) or "SIGINT")
+        code = ending.aborted(str(stop) or "SIGINT")
         if raises:
             raise
     except BaseException as error:
@@ -256,9 +256,9 @@ def _log_origins(config: Config) -> None:
             LOGGER.debug("config: %s", line)
 
 
-def _tell(ending: Ending, upload: Callable[[], None], failure: Failure) -> None:
+def _report_failure(ending: Ending, upload: Callable[[], None], failure: Failure) -> None:
     """Report a failure from a thread that then ends the process."""
-    ending.tell(failure)
+    ending.report(failure)
     try:
         upload()
     except RunError as error:

@@ -140,7 +140,7 @@ class Watch:
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline:
             try:
-                failure, gone = self._told(), None
+                failure, gone = self._announced(), None
                 if self.rank == 0:
                     self._read_heartbeats()  # a rank may have died before its first was read
                     gone = self._gone(silent_s=LEAVE_S / 2)
@@ -160,7 +160,7 @@ class Watch:
             failure.rank0_hears = False
             return failure
 
-    def _told(self) -> Failure | None:
+    def _announced(self) -> Failure | None:
         assert self.board is not None
         return Failure.from_json(self.board.get("failed")) if self.board.has("failed") else None
 
@@ -180,7 +180,7 @@ class Watch:
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
             try:
-                failure = self._look()
+                failure = self._check()
             except BoardLost as lost:
                 failure = self._rank0_is_gone(lost)
             except Exception:  # noqa: BLE001 - a watchdog bug must not end the run
@@ -206,11 +206,11 @@ class Watch:
             flush_lines()
             os._exit(1)
 
-    def _look(self) -> Failure | None:
+    def _check(self) -> Failure | None:
         if self.board is None:
             self._note(self.rank, _sign())
             return self._stuck()
-        failure = self._told()
+        failure = self._announced()
         if failure is not None:
             return failure
         self._write_heartbeat()

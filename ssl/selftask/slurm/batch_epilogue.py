@@ -34,7 +34,7 @@ MARK = "selftask: attempt "  # the batch script writes it to the log before each
 _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _OUT_OF_MEMORY = re.compile(r"\b(?:oom|OOM)[-_ ][kK]ill|Out Of Memory")  # not "room"
 _NODE = re.compile(r"srun: error: (Node failure on \S+)")
-_UNTOLD = ("running", "failed", None)  # states that may need a correction
+_UNREPORTED = ("running", "failed", None)  # states that may need a correction
 ENDED = "the run ended with code "  # in a rank's error message, followed by the code
 USER_ERROR, USR2 = 2, 128 + 12
 
@@ -55,7 +55,7 @@ def after(code: int, folder: Path, job: Job | None) -> int:
     delayed = submitit_files.DelayedSubmission.load(paths.submitted_pickle)
     submission = cast("Submission", delayed.function)
     record = Record(Path(submission.out), slurm_attempt())
-    if code == 0 or record.state not in _UNTOLD or is_held(record.out):
+    if code == 0 or record.state not in _UNREPORTED or is_held(record.out):
         return code  # if another run holds the folder, the ranks have reported it
     launch = LaunchConfig(**submission.config["launch"])
     if job is not None and job.requeued:

@@ -33,12 +33,12 @@ class CodeSnapshot:
         top = _git("rev-parse", "--show-toplevel").strip()
         return cls(Path(top), folder)
 
-    def place(self, path: Path) -> Path:
+    def path_of_copy(self, path: Path) -> Path:
         """Return the path of the copy of a file in the repository; return other paths unchanged."""
-        whole = path.resolve()
-        if not whole.is_relative_to(self.repository):
+        resolved = path.resolve()
+        if not resolved.is_relative_to(self.repository):
             return path
-        return self.folder.absolute() / whole.relative_to(self.repository)
+        return self.folder.absolute() / resolved.relative_to(self.repository)
 
     def copy(self) -> None:
         """Copy tracked files, and untracked ones that are not ignored, as they are now.
@@ -65,7 +65,7 @@ class CodeSnapshot:
             copied = self.folder / path.relative_to(self.repository)
             copied.parent.mkdir(parents=True, exist_ok=True)
             if path.is_symlink():
-                copied.symlink_to(self.place(path).resolve())
+                copied.symlink_to(self.path_of_copy(path).resolve())
             else:
                 shutil.copy2(path, copied)
         # snapshots of other runs do not contain this one

@@ -84,8 +84,8 @@ def _environment_of(submission: Submission, folder: Path) -> Iterator[None]:
     option against it.) The submission itself returns to the user's folder.
     """
     cwd = os.getcwd()
-    given = os.environ.get("PYTHONPATH")
-    paths = [*python_path(), *map(os.path.abspath, given.split(os.pathsep) if given else ())]
+    path = os.environ.get("PYTHONPATH")
+    paths = [*python_path(), *map(os.path.abspath, path.split(os.pathsep) if path else ())]
     environment = {"SUBMITIT_PREEMPT_SIGNAL": WARNING, OUT: submission.out}
     environment |= {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
     before = dict(os.environ)

@@ -167,7 +167,7 @@ def _submission(
     if is_recipe_file(recipe):
         folders.append(str(recipes.locate(recipe, None).parent))
     if snapshot is not None:
-        folders = [str(snapshot.place(Path(folder))) for folder in folders]
+        folders = [str(snapshot.path_of_copy(Path(folder))) for folder in folders]
     return Submission(settled, str(Path.cwd()), folders)
 
 

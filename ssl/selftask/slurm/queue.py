@@ -140,7 +140,7 @@ def jobs_to_cancel(out: Path) -> dict[str, Path | None]:
     return {job: run for job, run in {**jobs, **suites}.items() if job in waiting} or jobs
 
 
-def stand(outs: list[Path]) -> list[RunLine]:
+def run_lines(outs: list[Path]) -> list[RunLine]:
     """Return a line for each run, with its job and the state from its files and from SLURM.
 
     The jobs of ``eval suite`` for these runs follow, with the folder of their results.
@@ -154,7 +154,7 @@ def stand(outs: list[Path]) -> list[RunLine]:
 
 
 def as_completed(outs: list[Path], *, poll_s: float = 30.0) -> Iterator[RunLine]:
-    """Yield the line of each job, as in ``stand``, once it has ended and is not requeued.
+    """Yield the line of each job, as in ``run_lines``, once it has ended and is not requeued.
 
     Args:
         outs: Folders of submitted runs and sweeps.
@@ -162,11 +162,13 @@ def as_completed(outs: list[Path], *, poll_s: float = 30.0) -> Iterator[RunLine]
     """
     ended: set[str] = set()
     while True:
-        states = queue([line.job for line in stand(outs)])
+        states = queue([line.job for line in run_lines(outs)])
         if not states and _is_down():
             time.sleep(poll_s)
             continue
-        lines = stand(outs)  # later than the states, so that the line of an ended job is its last
+        lines = run_lines(
+            outs
+        )  # later than the states, so that the line of an ended job is its last
         waiting = {job for job, state in states.items() if state.partition(" ")[0] in WAITING}
         yield from (line for line in lines if line.job not in waiting | ended)
         ended |= {line.job for line in lines} - waiting

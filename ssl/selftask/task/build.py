@@ -167,7 +167,7 @@ def optimizers(task: Task) -> tuple[Any, dict[str, Any]]:
             key=dotted(key),
         )
         named = chain.from_iterable(module.named_parameters(prefix) for prefix, module in modules)
-        reduction.register([(place, p) for place, p in named if p in parameters])
+        reduction.register([(name, p) for name, p in named if p in parameters])
     return built.pop(None), built
 
 

@@ -33,12 +33,12 @@ def log_parts(task: Task) -> None:
     if is_primary():
         batch = task.length.batch_size * task.length.accumulate
         sections = task.config.all_optimizers.items()
-        whole = []
+        listing = []
         for optimizer, (key, section) in zip(task.all_optimizers, sections, strict=True):
             table = partial(group_table, optimizer.settings, section, batch=batch)
             log.log(DETAIL, "parameter groups of %s:\n  %s", dotted(key), "\n  ".join(table()))
-            whole += table(most=0) if key == ("optimizer",) else [dotted(key), *table(most=0)]
-        (task.out / "groups.txt").write_text("\n".join(whole) + "\n", encoding="utf-8")
+            listing += table(most=0) if key == ("optimizer",) else [dotted(key), *table(most=0)]
+        (task.out / "groups.txt").write_text("\n".join(listing) + "\n", encoding="utf-8")
 
 
 def print_opening(task: Task) -> None:
@@ -82,8 +82,8 @@ def _device(task: Task) -> str:
     size, train = task.world.size, task.config.train
     ranks = f"{size} ranks ({task.config.parallel.reduce}), " if size > 1 else ""
     threads = torch.get_num_threads()
-    used = f"{threads} {plural('thread', threads)} on {cores()} {plural('core', cores())}"
+    threads_text = f"{threads} {plural('thread', threads)} on {cores()} {plural('core', cores())}"
     origin = task.config.place("train.precision")
     precision = f"{train.precision} ({origin})" if is_settled(task.config) else train.precision
     advice = task.opening.get("precision", precision)
-    return f"{task.device}, {ranks}{used}, {advice}"
+    return f"{task.device}, {ranks}{threads_text}, {advice}"

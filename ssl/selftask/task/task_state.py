@@ -32,14 +32,14 @@ from selftask.task.averaged_weights import averaged_weights
 log = get_logger(__name__)
 
 
-def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
+def take(task: Task, *, full: bool = True) -> dict[str, Any]:
     """Return the state of all parts; every rank must call this function.
 
     Buffers are synchronized first, since a resume gives all ranks the same ones.
 
     Args:
         task: The prepared task.
-        whole: If True, gather sharded tensors on the first rank; if False, leave them sharded.
+        full: If True, gather sharded tensors on the first rank; if False, leave them sharded.
 
     Returns:
         A nested dict of tensors and plain Python objects.
@@ -55,7 +55,7 @@ def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
         "hooks": {key: hook.get_classy_state() for key, hook in task.named_hooks.items()},
     }
     return {
-        **(task.reduction.full_state(tensors) if whole else tensors),
+        **(task.reduction.full_state(tensors) if full else tensors),
         "scaler": task.grad_scaler.state_dict(),
         "backbone": _place_of_backbone(task),
         "channels": task.data_module.channels,
@@ -163,7 +163,7 @@ def save(task: Task) -> None:
         task.run_hooks("before_save")
         sharded = task.config.train.sharded_checkpoints
         with averaged_weights(task):
-            state = take(task, whole=False) if sharded else task.state_dict()
+            state = take(task, full=False) if sharded else task.state_dict()
             if is_primary() or sharded:
                 state = {"format": store.FORMAT, "config": task.config_text, **state}
                 task.checkpoints.save(state, task.steps_done, last=last)

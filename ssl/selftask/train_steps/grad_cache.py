@@ -112,16 +112,16 @@ def _join(parts: Sequence[Any], sizes: list[int], position: int, task: Task) -> 
         return parts[0]
     dim = task.loss.sample_dim
     divided = [_by_sample(x, position, n, dim) for x, n in zip(parts, sizes, strict=True)]
-    whole = torch.cat([x for x, _ in divided], dim=divided[0][1])
+    joined = torch.cat([x for x, _ in divided], dim=divided[0][1])
     if position:
-        whole = whole.flatten(0, 1)
-    elif whole.shape[dim] != sum(sizes):
+        joined = joined.flatten(0, 1)
+    elif joined.shape[dim] != sum(sizes):
         raise UserError(
-            f"train.step=grad_cache: the network's output {tuple(whole.shape)} does not have the "
+            f"train.step=grad_cache: the network's output {tuple(joined.shape)} does not have the "
             f"{sum(sizes)} samples in dimension {dim}, the sample_dim of "
             f"{type(task.loss).__name__}; correct it, or set it to None"
         )
-    return whole.requires_grad_(task.train and whole.is_floating_point())
+    return joined.requires_grad_(task.train and joined.is_floating_point())
 
 
 def _by_sample(x: Tensor, position: int, number: int, sample_dim: int) -> tuple[Tensor, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from selftask.cli.options import take_options
 from selftask.errors import aligned, printable_line
 from selftask.report.overview.table import short_path
-from selftask.slurm.queue import as_completed, find, stand
+from selftask.slurm.queue import as_completed, find, run_lines
 
 USAGE = """\
 usage: selftask jobs [OUT ...] [--wait]
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
             print("  ".join(map(printable_line, shown)), flush=True)
             unfinished += run.state not in FINISHED
         return 1 if unfinished else 0
-    runs = stand(outs)
+    runs = run_lines(outs)
     if not runs:
         print("no submitted runs in runs/; selftask jobs OUT looks elsewhere")
         return 0

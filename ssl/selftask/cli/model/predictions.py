@@ -42,8 +42,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"eval predictions needs a FILE\n{USAGE}")
     for key, equals, _ in (word.partition("=") for word in words):
         if equals:
-            known = Options.__dataclass_fields__
-            check_known(key, known, f"eval predictions: there is no {key!r}")
+            fields = Options.__dataclass_fields__
+            check_known(key, fields, f"eval predictions: there is no {key!r}")
     if len(words) > 1 and (options.classes or options.confusion):
         raise UserError("eval predictions: classes= and confusion= take one FILE, not several")
     from selftask.evaluate.prediction_metrics import class_table, confusion, metrics

@@ -32,19 +32,19 @@ def with_intervals(row: Mapping[str, float]) -> dict[str, float]:
     These are bootstrap intervals over test images. Metrics of several seeds also have
     ``NAME_seeds_low`` and ``NAME_seeds_high``, by Student's t over the seeds.
     """
-    whole: dict[str, float] = {}
+    extended: dict[str, float] = {}
     for name, value in row.items():
-        whole[name] = float(value) if isinstance(value, Figure) else value
+        extended[name] = float(value) if isinstance(value, Figure) else value
         if not isinstance(value, Figure):
             continue
         if value.scores is not None:
             low, high = bootstrap_interval(value.scores)
-            whole |= {f"{name}_low": low, f"{name}_high": high}
+            extended |= {f"{name}_low": low, f"{name}_high": high}
         of_seeds = interval(value.of_seeds)
         if of_seeds is not None and of_seeds.half is not None:
-            whole[f"{name}_seeds_low"] = of_seeds.mean - of_seeds.half
-            whole[f"{name}_seeds_high"] = of_seeds.mean + of_seeds.half
-    return whole
+            extended[f"{name}_seeds_low"] = of_seeds.mean - of_seeds.half
+            extended[f"{name}_seeds_high"] = of_seeds.mean + of_seeds.half
+    return extended
 
 
 def layer_table(row: Mapping[str, float]) -> list[str]:

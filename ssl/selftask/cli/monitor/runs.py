@@ -50,13 +50,13 @@ _CLEAR = "\x1b[H\x1b[J"
 def main(argv: list[str]) -> int:
     """Print the table, once or until Ctrl-C."""
     words, options = take_options(argv, {"--json": bool, "--watch": bool})
-    names, given = take_keys(words, {"sort": "", "state": "", "columns": ""})
+    names, values = take_keys(words, {"sort": "", "state": "", "columns": ""})
     folders = [folder_of(name) for name in names or ["runs"]]
-    states, columns = (list(filter(None, given[k].split(","))) for k in ("state", "columns"))
+    states, columns = (list(filter(None, values[k].split(","))) for k in ("state", "columns"))
 
     def lines() -> list[RunLine]:
         chosen = with_states(lines_of(folders), states)
-        return sort_by(chosen, given["sort"]) if given["sort"] else chosen
+        return sort_by(chosen, values["sort"]) if values["sort"] else chosen
 
     def text() -> list[str]:
         where = ", ".join(map(str, folders)) + (" in this state" if states else "")

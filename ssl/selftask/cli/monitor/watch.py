@@ -27,13 +27,13 @@ open http://127.0.0.1:{PORT}/ there.
 def main(argv: list[str]) -> int:
     """Serve until Ctrl-C."""
     words, options = take_options(argv, {"--token": bool})
-    names, given = take_keys(words, {"host": "127.0.0.1", "port": str(PORT)})
+    names, values = take_keys(words, {"host": "127.0.0.1", "port": str(PORT)})
     folders = [folder_of(name, "watch") for name in names or ["runs"]]
     if len(folders) > 1:
         raise UserError("watch takes one DIR, the folder that holds all runs")
-    if not given["port"].isdecimal() or int(given["port"]) > 65535:
-        raise UserError(f"port={given['port']}: expected a number from 0 to 65535, such as {PORT}")
-    folder, host, wanted = folders[0], given["host"], int(given["port"])
+    if not values["port"].isdecimal() or int(values["port"]) > 65535:
+        raise UserError(f"port={values['port']}: expected a number from 0 to 65535, such as {PORT}")
+    folder, host, wanted = folders[0], values["host"], int(values["port"])
     from selftask.report.watch.access import Access, is_loopback, new_token
     from selftask.report.watch.server import open_server
     from selftask.report.watch.site import Site

@@ -76,11 +76,11 @@ def _arguments(name: str, before: list[str], last: str) -> list[str]:
     if choices and not names:
         return _matching(choices, last)
     kinds = [part for part in parts if part[0].isupper()]
-    place = len(names) - bool(choices)
+    index = len(names) - bool(choices)
     repeats = "..." in parts and "key=value" not in parts
-    if not kinds or (place >= len(kinds) and not repeats):
+    if not kinds or (index >= len(kinds) and not repeats):
         return []
-    kind = " ".join(kinds) if name == "data" else kinds[min(place, len(kinds) - 1)]
+    kind = " ".join(kinds) if name == "data" else kinds[min(index, len(kinds) - 1)]
     return _of_kind(kind, last)
 
 

@@ -22,7 +22,7 @@ _NO_FIELDS = Schema.of(None)
 
 
 @dataclass(frozen=True)
-class Place:
+class Completions:
     """Possible values and inner keys of a key.
 
     Args:
@@ -60,14 +60,14 @@ def override_candidates(word: str, before: list[str]) -> list[str]:
     key, equals, value = word.partition("=")
     named = _names_in(before)
     if equals:
-        values = [text for text in _values(place_of(key, named)) if text.startswith(value)]
+        values = [text for text in _values(completions_of(key, named)) if text.startswith(value)]
         if is_path(tuple(key.split("."))):
             values += path_candidates(value, endings=("",))
         return [f"{key}={text}" for text in values]
     parent, dot, start = key.rpartition(".")
-    names = [name for name in place_of(parent, named).keys if name.startswith(start)]
+    names = [name for name in completions_of(parent, named).keys if name.startswith(start)]
     keys = [f"{parent}{dot}{name}" for name in names]
-    return [f"{key}{end}" for key in keys for end in _ends(place_of(key, named))]
+    return [f"{key}{end}" for key in keys for end in _ends(completions_of(key, named))]
 
 
 def _names_in(words: list[str]) -> dict[str, str]:
@@ -77,27 +77,29 @@ def _names_in(words: list[str]) -> dict[str, str]:
     return {**method, **{key.removesuffix(".name"): value for key, value in pairs}}
 
 
-def place_of(key: str, named: dict[str, str]) -> Place:
+def completions_of(key: str, named: dict[str, str]) -> Completions:
     """Return the possible values and inner keys of a dotted key; of an unknown key there are none.
 
     Args:
         key: The key; empty for the whole config.
         named: Names of the components on the command line, by key.
     """
-    place = Place(schema=SCHEMA)
+    completions = Completions(schema=SCHEMA)
     names = key.split(".") if key else []
     for number, name in enumerate(names, 1):
-        if place.entries is not None:
-            place = Place(schema=_component(place.entries, name), is_entry=True)
-        elif name in place.schema.fields:
+        if completions.entries is not None:
+            completions = Completions(schema=_component(completions.entries, name), is_entry=True)
+        elif name in completions.schema.fields:
             chosen = named.get(".".join(names[:number]), "")
-            place = _of_field(place.schema.fields[name], place.schema.types[name], chosen)
+            completions = _of_field(
+                completions.schema.fields[name], completions.schema.types[name], chosen
+            )
         else:
-            place = Place()
-    return place
+            completions = Completions()
+    return completions
 
 
-def _of_field(field: Field[Any], kind: Any, name: str) -> Place:
+def _of_field(field: Field[Any], kind: Any, name: str) -> Completions:
     """Return the possible values and inner keys of a field.
 
     ``name`` is the name of its component on the command line, or empty.
@@ -111,16 +113,16 @@ def _of_field(field: Field[Any], kind: Any, name: str) -> Place:
     if section is not None:
         flat = next((f for f in fields(section) if f.metadata.get("flat")), None)
         if flat is None:
-            return Place(schema=Schema.of(section), kind=kind)
+            return Completions(schema=Schema.of(section), kind=kind)
         kinds = REGISTRIES[flat.metadata["of"]]
         schema = Schema.of(section, without=[flat.name, "args"])
-        return Place(schema=schema | _component(kinds, name), names=kinds, kind=kind)
+        return Completions(schema=schema | _component(kinds, name), names=kinds, kind=kind)
     if registry is not None and typing.get_origin(options[0]) is dict and len(options) == 1:
-        return Place(entries=registry)
+        return Completions(entries=registry)
     if registry is not None and component is not None:
         shared = Schema.of(component, without=["name", "args"])
-        return Place(schema=shared | _component(registry, name), names=registry)
-    return Place(names=registry, kind=kind)
+        return Completions(schema=shared | _component(registry, name), names=registry)
+    return Completions(names=registry, kind=kind)
 
 
 def _component(registry: Registry, name: str) -> Schema:
@@ -135,20 +137,20 @@ def _options(kind: Any) -> list[Any]:
     return [kind]
 
 
-def _ends(place: Place) -> Iterator[str]:
+def _ends(completions: Completions) -> Iterator[str]:
     """Yield ``=`` if a key takes a value, and ``.`` if it has inner keys."""
-    plain = any(not is_dataclass(option) for option in _options(place.kind) if option)
-    if not place.keys or plain or place.names is not None or place.is_entry:
+    plain = any(not is_dataclass(option) for option in _options(completions.kind) if option)
+    if not completions.keys or plain or completions.names is not None or completions.is_entry:
         yield "="
-    if place.keys:
+    if completions.keys:
         yield "."
 
 
-def _values(place: Place) -> list[str]:
+def _values(completions: Completions) -> list[str]:
     """Return the values of a key that can be listed: names, choices, true, false, null and {}."""
-    values = place.names.names() if place.names is not None else []
-    values += ["{}", "null"] if place.is_entry else []
-    for option in _options(place.kind):
+    values = completions.names.names() if completions.names is not None else []
+    values += ["{}", "null"] if completions.is_entry else []
+    for option in _options(completions.kind):
         if typing.get_origin(option) is typing.Literal:
             values += [_text(value) for value in typing.get_args(option)]
         elif option is bool:

@@ -21,13 +21,13 @@ def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[
         hooks: Whether to check hooks. False for a run that is only read: the packages that its
             hooks need, such as loggers, may not be installed.
     """
-    whole = config.to_dict()
-    whole["train"]["step"] = config.train.step.to_dict()  # not its short form
+    plain_config = config.to_dict()
+    plain_config["train"]["step"] = config.train.step.to_dict()  # not its short form
     for component, registry, key in _in_sections(config):
         if hooks or registry is not HOOKS:
-            yield from iter_problems(component, registry, key, whole)
+            yield from iter_problems(component, registry, key, plain_config)
     for key, optimizer in config.all_optimizers.items():
-        yield from _of_optimizer(optimizer, key, whole)
+        yield from _of_optimizer(optimizer, key, plain_config)
 
 
 def _in_sections(value: Any, key: Key = ()) -> Iterator[tuple[Component, Registry, Key]]:
@@ -42,24 +42,24 @@ def _in_sections(value: Any, key: Key = ()) -> Iterator[tuple[Component, Registr
 
 
 def _of_optimizer(
-    optimizer: OptimizerConfig, key: Key, whole: dict[str, Any]
+    optimizer: OptimizerConfig, key: Key, plain_config: dict[str, Any]
 ) -> Iterator[tuple[Key, str]]:
     """Yield the problems of an optimizer and its schedules.
 
     The ``problems`` method of its config finds its section at ``optimizer``, whatever the key is.
     """
     component = Component(name=optimizer.name, args=optimizer.args)
-    as_optimizer = {**whole, "optimizer": optimizer.to_dict()}
-    for place, text in iter_problems(component, OPTIMIZERS, key, as_optimizer):
-        yield place, text.replace("optimizer.", f"{dotted(key)}.")
+    as_optimizer = {**plain_config, "optimizer": optimizer.to_dict()}
+    for inner_key, text in iter_problems(component, OPTIMIZERS, key, as_optimizer):
+        yield inner_key, text.replace("optimizer.", f"{dotted(key)}.")
     for inner, section in optimizer.schedules(key).items():
         schedule = Component.from_dict(section)
-        for place, text in iter_problems(schedule, SCHEDULES, inner, whole):
-            yield place, text if text.startswith(dotted(inner)) else f"{dotted(inner)}: {text}"
+        for inner_key, text in iter_problems(schedule, SCHEDULES, inner, plain_config):
+            yield inner_key, text if text.startswith(dotted(inner)) else f"{dotted(inner)}: {text}"
 
 
 def iter_problems(
-    component: Component, registry: Registry, key: Key, whole: dict[str, Any]
+    component: Component, registry: Registry, key: Key, plain_config: dict[str, Any]
 ) -> Iterator[tuple[Key, str]]:
     """Yield key and text of each problem of a component and of the components in its arguments.
 
@@ -67,7 +67,7 @@ def iter_problems(
         component: The component, with complete arguments.
         registry: The registry of its name.
         key: Its key in the config.
-        whole: The whole config as plain values.
+        plain_config: The whole config as plain values.
     """
     if component.name not in registry:  # of Classy Vision, or torch.optim
         return
@@ -75,18 +75,18 @@ def iter_problems(
     made = None
     if config is not None and hasattr(config, "problems"):
         made = config_object(config, component.args)
-    for nested, its_registry, place in _in_fields(config, component.args, key):
-        yield from iter_problems(nested, its_registry, place, whole)
-    for place, frozen in _frozen_modules(component.args, key):
-        for text in frozen.problems(dotted(place)):
+    for nested, its_registry, inner_key in _in_fields(config, component.args, key):
+        yield from iter_problems(nested, its_registry, inner_key, plain_config)
+    for inner_key, frozen in _frozen_modules(component.args, key):
+        for text in frozen.problems(dotted(inner_key)):
             yield tuple(text.partition(":")[0].split(".")), text
-    for message in made.problems(whole) if made else ():
+    for message in made.problems(plain_config) if made else ():
         name, _, rest = message.partition(":")
         path = tuple(name.split("."))
         if path[0] in component.args:
             yield (*key, *path), f"{dotted((*key, *path))}:{rest}"
         else:
-            yield path if path[0] in whole else key, message
+            yield path if path[0] in plain_config else key, message
 
 
 def _frozen_modules(value: Any, key: Key) -> Iterator[tuple[Key, FrozenModule]]:
@@ -122,5 +122,5 @@ def _in_fields(
     for field in dataclasses.fields(config) if config else ():
         if "of" in field.metadata:
             inner = key if field.metadata["flat"] else (*key, field.name)
-            for nested, place in named_in(values.get(field.name), inner):
-                yield nested, REGISTRIES[field.metadata["of"]], place
+            for nested, inner_key in named_in(values.get(field.name), inner):
+                yield nested, REGISTRIES[field.metadata["of"]], inner_key

@@ -63,8 +63,8 @@ def _of_init(init: InitConfig, resumed: bool) -> Iterator[Problem]:
         except UserError as error:
             yield ("init", "backbone"), f"init.backbone: {error}"
         return
-    run, at, which = start.rpartition("@")
-    of_run = at and (which == "best" or which.isdecimal()) and is_folder(run)
+    run, separator, which = start.rpartition("@")
+    of_run = separator and (which == "best" or which.isdecimal()) and is_folder(run)
     if not of_run:  # the checkpoint of a run is found later, when weights are read
         wanted = "neither a file or run nor timm:NAME or torchvision:NAME"
         yield from _unreadable(("init", "backbone"), "init.backbone", start, wanted)

@@ -75,8 +75,8 @@ def _of_views(method: str, declared: Any, views: Mapping[str, ViewConfig]) -> It
         least, most = wanted if isinstance(wanted, tuple) else (wanted, wanted)
         number = sum(numbers.values()) if group is None else numbers.get(group, 0)
         if number < least or (most is not None and number > most):
-            place = "of an image" if group is None else f"in group {group!r}"
-            text = f"{method} needs {_range(least, most)} {place}, got {number}"
+            location = "of an image" if group is None else f"in group {group!r}"
+            text = f"{method} needs {_range(least, most)} {location}, got {number}"
             yield ("views",), f"views: {text}"
     if isinstance(declared, dict):
         for name in views:

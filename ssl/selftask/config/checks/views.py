@@ -37,9 +37,9 @@ def _groups(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
             text = f"views.{name}: of={group.of!r} and image={group.image!r}: only one can be meant"
             yield ("views", name, "image"), text
         above.append(name)
-    used = {group.of for group in views.values()}
+    parents = {group.of for group in views.values()}
     for name, group in views.items():
-        if not group.count and name not in used:
+        if not group.count and name not in parents:
             text = "needs at least 1, since no other group is made from it (`of`)"
             yield ("views", name, "count"), f"views.{name}.count=0: {text}"
 
@@ -49,14 +49,14 @@ def _unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
     for name, group in views.items():
         for index, transform in enumerate(group.transforms):
             if is_unbatched(transform.name):
-                place = ("views", name, "transforms", str(index))
+                key = ("views", name, "transforms", str(index))
                 text = (
-                    f"{'.'.join(place)}: {transform.name!r} has no form for whole batches, which "
+                    f"{'.'.join(key)}: {transform.name!r} has no form for whole batches, which "
                     "data.cache=device needs; set data.cache=ram, give it a method "
                     "on_batch(images, drawn), or take one that has a form "
                     f"({nearest(transform.name, BATCHED_TRANSFORMS.names())})"
                 )
-                yield place, text
+                yield key, text
 
 
 def _pipelines(config: Config) -> Iterator[Problem]:
@@ -97,8 +97,8 @@ def box_problems(method: str, views: Mapping[str, ViewConfig]) -> Iterator[Probl
     """Yield a problem for each transform that is not affine, for a method that requires boxes."""
     for name, group in views.items():
         for index, transform in enumerate(group.transforms):
-            place = ("views", name, "transforms", str(index))
-            for key, kind in _not_affine(transform, TRANSFORMS, place):
+            transform_key = ("views", name, "transforms", str(index))
+            for key, kind in _not_affine(transform, TRANSFORMS, transform_key):
                 text = f"{kind!r} moves pixels in a way that no box describes, and {method} needs"
                 yield key, f"{'.'.join(key)}: {text} {REQUIREMENTS['boxes']}; take it out"
 
@@ -117,7 +117,9 @@ def identical_views(config: Config) -> Iterator[str]:
     shown: list[tuple[Any, str]] = []
     for name, group in config.views.items():
         key: Key = ("views", name, "transforms")
-        random = any(_is_random(part, (*key, str(at))) for at, part in enumerate(group.transforms))
+        random = any(
+            _is_random(part, (*key, str(index))) for index, part in enumerate(group.transforms)
+        )
         recipe = repr([part.to_dict() for part in group.transforms])
         sources = origins.get(group.of, []) if group.of else list(group.images)
         made = [
@@ -146,4 +148,4 @@ def _is_random(transform: Component, key: Key) -> bool:
     if declared == "p" and probability != 1:
         return True
     inner = inner_components(transform, TRANSFORMS, key)
-    return declared is True or any(_is_random(part, place) for part, _, place in inner)
+    return declared is True or any(_is_random(part, inner_key) for part, _, inner_key in inner)

@@ -60,18 +60,18 @@ class Layer:
                 return self.marks[key[:length]]
         return None
 
-    def record(self, key: Key, value: Any, place: str) -> None:
+    def record(self, key: Key, value: Any, origin: str) -> None:
         """Set ``key`` as an override does: sections are merged, other values replaced.
 
         Args:
             key: Key of the value.
             value: A plain value, or a section as a dict.
-            place: Origin of the value, for messages.
+            origin: Origin of the value, for messages.
         """
-        self.marks[key] = place
+        self.marks[key] = origin
         if isinstance(value, dict) and value:
             for name, item in value.items():
-                self.record((*key, name), item, place)
+                self.record((*key, name), item, origin)
             return
         section = self.values
         for name in key[:-1]:
@@ -101,9 +101,9 @@ class Layers(list[Layer]):
     def place_or_around(self, key: Key) -> str | None:
         """Return the origin of ``key``, else of a key inside it or a section around it, or None."""
         for length in range(len(key), 0, -1):
-            place = self.place(key[:length]) or self._place_inside(key[:length])
-            if place is not None:
-                return place
+            origin = self.place(key[:length]) or self._place_inside(key[:length])
+            if origin is not None:
+                return origin
         return None
 
     def located(self, key: Key, text: str) -> str:
@@ -111,16 +111,16 @@ class Layers(list[Layer]):
 
         If the text already begins with the override (``key=value``), this is not repeated.
         """
-        place = self.place_or_around(key)
-        name, _, value = (place or "").removeprefix("command line: ").partition("=")
+        origin = self.place_or_around(key)
+        name, _, value = (origin or "").removeprefix("command line: ").partition("=")
         shown = (f"={value}", f"={value!r}", f"={value.replace(',', ', ')}", f": {value};")
         if name == dotted(key) and text.startswith(tuple(name + form for form in shown)):
-            place = "command line"
-        return shorten(f"{place}: {text}" if place else text, MAX_MESSAGE)
+            origin = "command line"
+        return shorten(f"{origin}: {text}" if origin else text, MAX_MESSAGE)
 
     def _place_inside(self, key: Key) -> str | None:
         marks = [m for layer in reversed(self) for m in layer.marks.items()]
-        return next((place for inner, place in marks if inner[: len(key)] == key), None)
+        return next((origin for inner, origin in marks if inner[: len(key)] == key), None)
 
 
 def show_path(path: Path) -> str:

@@ -211,9 +211,9 @@ def read_recipe(path: Path, address: str | None = None) -> RecipeFile:
     if "hydra" in values:
         line = marks[("hydra",)]
         raise ConfigError([f"{line}: unknown key 'hydra': recipes have no settings of Hydra"])
-    place = f"{marks.get(('defaults',), shown)}: defaults"
-    defaults = _check_defaults(values.pop("defaults", []), place)
-    return RecipeFile(defaults, place, Layer(values, marks, shown))
+    origin = f"{marks.get(('defaults',), shown)}: defaults"
+    defaults = _check_defaults(values.pop("defaults", []), origin)
+    return RecipeFile(defaults, origin, Layer(values, marks, shown))
 
 
 def _parse(text: str, shown: str) -> tuple[Any, yaml.Node | None]:
@@ -268,13 +268,13 @@ def _as_written(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
     return values
 
 
-def _check_defaults(entries: Any, place: str) -> list[str]:
+def _check_defaults(entries: Any, origin: str) -> list[str]:
     """Return the entries of ``defaults:``, with ``_self_``; raise ConfigError if one is invalid."""
     if not isinstance(entries, list) or not all(map(_is_recipe_name, entries)):
         expected = "a list of recipe names, as in [/base/digits, _self_]"
-        raise ConfigError([f"{place}: {entries!r}: expected {expected}"])
+        raise ConfigError([f"{origin}: {entries!r}: expected {expected}"])
     if entries.count(SELF) > 1:
-        raise ConfigError([f"{place}: {SELF} is listed twice"])
+        raise ConfigError([f"{origin}: {SELF} is listed twice"])
     return entries if SELF in entries else [*entries, SELF]
 
 
@@ -285,12 +285,12 @@ def _is_recipe_name(entry: Any) -> bool:
 
 def _explain_yaml(error: yaml.YAMLError, shown: str) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    place = f"{shown}:{mark.line + 1}" if mark else shown
+    origin = f"{shown}:{mark.line + 1}" if mark else shown
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     if "'\\t'" in problem:
         problem = "a tab where yaml wants spaces"
     context = getattr(error, "context", None)
-    return f"{place}: not valid yaml: {problem}" + (f" ({context})" if context else "")
+    return f"{origin}: not valid yaml: {problem}" + (f" ({context})" if context else "")
 
 
 def _foreign_message(values: Mapping[str, Any]) -> str | None:

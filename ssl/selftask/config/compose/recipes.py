@@ -105,9 +105,9 @@ def _packages_on(search_path: tuple[tuple[str, int], ...]) -> list[str]:
     return sorted({point.module.partition(".")[0] for point in points})
 
 
-def _time_of_change(place: str) -> int:
+def _time_of_change(folder: str) -> int:
     try:
-        return os.stat(place or ".").st_mtime_ns
+        return os.stat(folder or ".").st_mtime_ns
     except OSError:  # the folder does not exist
         return 0
 

@@ -43,11 +43,11 @@ def resolve(
             resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
         key = tuple(str(error.full_key or "").replace("[", ".").replace("]", "").split("."))
-        place = layers.place_or_around(key)
+        origin = layers.place_or_around(key)
         text = str(error).splitlines()[0]
         if isinstance(error, UnsupportedInterpolationType) and not trust:
             text = f"a reference to something outside of the config is not resolved; {REFERENCE}"
-        raise ConfigError([*problems, f"{place or 'config'}: {dotted(key)}: {text}"]) from error
+        raise ConfigError([*problems, f"{origin or 'config'}: {dotted(key)}: {text}"]) from error
     return expand(resolved)
 
 

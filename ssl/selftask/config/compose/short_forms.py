@@ -154,7 +154,7 @@ def look_up(name: str) -> dict[str, Any] | str | None:
         return None
     entries = read_catalog()
     moved = os.environ.get(variable(name))
-    entry, place = entries.get(name, (None, ""))
+    entry, file = entries.get(name, (None, ""))
     if entry is None:
         if moved is None:
             _hint(name, list(entries))
@@ -165,7 +165,7 @@ def look_up(name: str) -> dict[str, Any] | str | None:
         return moved
     field = next((field for field in _PLACES if field in entry), None)
     if field is None:
-        raise UserError(f"{variable(name)}: {name} in {place} has no path to replace")
+        raise UserError(f"{variable(name)}: {name} in {file} has no path to replace")
     return {**entry, field: moved}
 
 
@@ -206,9 +206,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"the catalog {path}: `name: folder` or `name: section` is expected")
     for name, entry in values.items():
         if not _NAME.fullmatch(str(name)) or str(name) in SOURCES:
-            what = "is a source's" if str(name) in SOURCES else "is not a valid name"
+            reason = "is a source's" if str(name) in SOURCES else "is not a valid name"
             raise UserError(
-                f"the catalog {path}: {name!r} {what}; letters, digits, _ and - make a name"
+                f"the catalog {path}: {name!r} {reason}; letters, digits, _ and - make a name"
             )
         if not isinstance(entry, str) and not (isinstance(entry, dict) and entry):
             raise UserError(

@@ -28,8 +28,8 @@ class Component:
     def to_dict(self) -> dict[str, Any]:
         """Return ``{name: ..., **args}``, as in the yaml, with a subclass's fields that are set."""
         others = {item.name: getattr(self, item.name) for item in fields(self)[2:]}
-        given = {name: plain(value) for name, value in others.items() if value is not None}
-        return {"name": self.name, **plain(self.args), **given}
+        set_fields = {name: plain(value) for name, value in others.items() if value is not None}
+        return {"name": self.name, **plain(self.args), **set_fields}
 
 
 @dataclass(frozen=True, kw_only=True)

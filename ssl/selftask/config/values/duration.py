@@ -22,8 +22,8 @@ class Duration:
 
     def steps(self, steps_per_epoch: int, total_steps: int) -> int:
         """Return the length in optimizer steps, rounded to the nearest integer."""
-        whole = {"epoch": steps_per_epoch, "step": 1, "%": total_steps / 100}[self.unit]
-        return round(self.value * whole)
+        unit_steps = {"epoch": steps_per_epoch, "step": 1, "%": total_steps / 100}[self.unit]
+        return round(self.value * unit_steps)
 
 
 def parse_duration(text: str | int) -> Duration:

@@ -157,8 +157,8 @@ def store_name(source: Source, max_side: int | None) -> str:
     no modification time.
     """
     number = len(source)
-    what: list[Any] = [_VERSION, type(source).__name__, source.describe(), number]
-    digest = hashlib.sha256(repr([*what, max_side, POLICY.max_pixels]).encode())
+    parts: list[Any] = [_VERSION, type(source).__name__, source.describe(), number]
+    digest = hashlib.sha256(repr([*parts, max_side, POLICY.max_pixels]).encode())
     for index in range(number):
         path = source.path(index)
         digest.update(f"{path}\0{_stamp(path)}\0".encode("utf-8", "surrogateescape"))

@@ -31,8 +31,8 @@ class Operation(ABC):
     shares_images = False  # True if ``apply`` accepts fewer images than parameters
     vectorized = True  # True if ``draw`` is implemented, which draws for a whole batch at once
     reads: tuple[str, ...] | None = None
-    """Attributes of the transform that ``apply`` depends on, beside the arrays: views for which
-    they are equal are made together. None: each view is made alone."""
+    """Attributes of the transform that ``apply`` depends on, in addition to the arrays: views for
+    which they are equal are made together. None: each view is made alone."""
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform

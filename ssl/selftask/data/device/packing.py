@@ -51,7 +51,7 @@ class Packed:
     def step(self, number: int) -> Any:
         """Return a step's parameters: tensors by name, or the list of a user's transform."""
         step = self.steps[number]
-        return step if isinstance(step, list) else {n: self._at(at) for n, at in step.items()}
+        return step if isinstance(step, list) else {n: self._at(where) for n, where in step.items()}
 
     def _at(self, position: Position) -> Tensor:
         first, shape, dtype = position

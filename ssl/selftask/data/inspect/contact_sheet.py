@@ -55,10 +55,10 @@ def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
         Row(
             sources.train.path(index),
             sources.train[index][0],
-            [view[place] for view in views],
+            [view[number] for view in views],
             index,
         )
-        for place, index in enumerate(batch.index.tolist())
+        for number, index in enumerate(batch.index.tolist())
     ]
 
 

@@ -127,7 +127,7 @@ def _one_process(
 
     images_of = [images for images, _, _ in samples_read]
     augment_s, made = _each(
-        lambda place: dataset.make(images_of[place], 0, place), range(len(images_of)), seconds
+        lambda index: dataset.make(images_of[index], 0, index), range(len(images_of)), seconds
     )
     samples = [Sample(images, -1, 0, (0, 0), [], traces=traces) for images, traces in made]
     samples = samples[: config.train.batch_size]
@@ -184,12 +184,12 @@ def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, 
             for component in group.transforms
             if component.name != "normalize"  # not measured: runs on the device
         ]
-        for place, original in enumerate([images[0], *images]):
-            rng, image = draw_rng(config.train.seed, 0, place, 0), original
+        for index, original in enumerate([images[0], *images]):
+            rng, image = draw_rng(config.train.seed, 0, index, 0), original
             for name, transform in steps:
                 started = time.perf_counter()
                 image = transform(image, rng)
-                seconds = time.perf_counter() - started if place else 0.0  # the first is a warm-up
+                seconds = time.perf_counter() - started if index else 0.0  # the first is a warm-up
                 spent[name] = spent.get(name, 0.0) + max(1, number) * seconds
     total = max(sum(spent.values()), 1e-12)
     return {name: spent[name] / total for name in sorted(spent, key=lambda name: -spent[name])}
@@ -199,7 +199,7 @@ def _spread(num_images: int) -> Sequence[int]:
     """Return indices in random order, spread over the whole set; at most 10,000."""
     order: list[int] = np.random.default_rng(0).permutation(min(num_images, 10_000)).tolist()
     step = max(1, num_images // 10_000)
-    return [step * place for place in order]
+    return [step * index for index in order]
 
 
 def _readable(source: Source, indices: Sequence[int]) -> Iterator[np.ndarray]:

@@ -106,10 +106,10 @@ def table(result: StageTimes) -> Iterator[str]:
         yield f"{name:<12}{1e3 * seconds:>10.3f}{rate:>10,.0f}{seconds / total:>8.0%}"
     yield f"{'all':<12}{1e3 * total:>10.3f}{1 / total:>10,.0f}"
     if result.cache != "none":
-        what = (
+        stages = (
             "what comes before the last stage" if result.cache == "device" else "reading, decoding"
         )
-        yield f"data.cache={result.cache}: {what} is done once, at the start"
+        yield f"data.cache={result.cache}: {stages} is done once, at the start"
     if result.transforms and result.augment_on == "cpu":
         shares = (f"{name} {share:.0%}" for name, share in result.transforms.items())
         yield f"augment one by one: {', '.join(shares)}"

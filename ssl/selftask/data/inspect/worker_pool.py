@@ -29,7 +29,7 @@ DECODING_S = 60.0  # seconds, time limit of decoding one image
 MAX_IDLE_DEATHS = 3  # processes in a row that may die before they read anything
 
 T = TypeVar("T")
-_Look = Callable[[int], T]
+_Examine = Callable[[int], T]
 _fork = multiprocessing.get_context("fork")
 
 
@@ -48,7 +48,7 @@ def patience_s() -> float:
 
 
 def map_images(
-    look: _Look[T],
+    examine: _Examine[T],
     indices: Sequence[int] | np.ndarray,
     num_workers: int,
     silence_s: float | None = None,
@@ -56,7 +56,7 @@ def map_images(
     """Yield ``(index, look(index))`` for each index in any order, computed in several processes.
 
     Args:
-        look: Runs in a forked process; its result must be picklable. Its errors end the iteration.
+        examine: Runs in a forked process; the result must be picklable. Errors end the iteration.
         indices: Indices of the images, (N,).
         num_workers: Number of processes.
         silence_s: Seconds without a result after which a process is killed; None:
@@ -66,13 +66,13 @@ def map_images(
         An index and its result, or ``Lost`` if the process died or was killed.
 
     Raises:
-        RunError: If ``look`` raised an error, or processes die before they read anything.
+        RunError: If ``examine`` raised an error, or processes die before they read anything.
     """
     silence_s = patience_s() if silence_s is None else silence_s
     num_workers = max(1, min(num_workers, len(indices)))
     size = max(1, min(MAX_PER_CHUNK, len(indices) // (8 * num_workers)))
     chunks = (indices[first : first + size] for first in range(0, len(indices), size))
-    workers = [_Worker(look) for _ in range(num_workers)]
+    workers = [_Worker(examine) for _ in range(num_workers)]
     try:
         for worker in workers:
             worker.assign(next(chunks, ()))
@@ -97,8 +97,8 @@ def map_images(
 class _Worker(Generic[T]):
     """A process, and the images assigned to it in the order in which it reads them."""
 
-    def __init__(self, look: _Look[T]) -> None:
-        self._look = look
+    def __init__(self, examine: _Examine[T]) -> None:
+        self._examine = examine
         self.assigned: deque[int] = deque()  # not yet reported
         self.heard = 0.0  # time of the last message to or from the process
         self._idle_deaths = 0
@@ -107,7 +107,7 @@ class _Worker(Generic[T]):
     def _start(self) -> None:
         self.connection, theirs = _fork.Pipe()
         self.process = _fork.Process(
-            target=_work, args=(self._look, theirs, os.getpid()), daemon=True
+            target=_work, args=(self._examine, theirs, os.getpid()), daemon=True
         )
         self.process.start()
         theirs.close()  # so that we get an end of file when the process dies
@@ -155,7 +155,7 @@ class _Worker(Generic[T]):
         self.assign(remaining)
 
 
-def _work(look: _Look[T], connection: Connection, parent: int) -> None:
+def _work(examine: _Examine[T], connection: Connection, parent: int) -> None:
     """Main function of a process: read images until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it
     warnings.simplefilter("ignore")  # decoders warn about files that are readable
@@ -166,11 +166,11 @@ def _work(look: _Look[T], connection: Connection, parent: int) -> None:
                 if os.getppid() != parent:
                     return  # the parent was killed; its other children keep our pipe open
             for index in connection.recv():
-                connection.send(_result(look, index))
+                connection.send(_result(examine, index))
 
 
-def _result(look: _Look[T], index: int) -> list[T] | RunError:
+def _result(examine: _Examine[T], index: int) -> list[T] | RunError:
     try:
-        return [look(index)]
+        return [examine(index)]
     except Exception as error:  # noqa: BLE001 - raised again in the main process
         return RunError(f"image {index}: {type(error).__name__}: {error}")

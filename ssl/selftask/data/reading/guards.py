@@ -7,17 +7,17 @@ from selftask.distributed.out_of_memory import available_bytes
 from selftask.errors import UserError
 
 
-def check_memory(num_bytes: int, what: str, advice: str) -> None:
+def check_memory(num_bytes: int, subject: str, advice: str) -> None:
     """Raise UserError if data of this size do not fit into free memory.
 
     Args:
         num_bytes: Size of the data.
-        what: Description of the data, for the message.
+        subject: Description of the data, for the message.
         advice: Advice to the user, for the message.
     """
     free = available_bytes()
     if free is not None and num_bytes > free:
         raise UserError(
-            f"{what} would take {show_bytes(num_bytes)} of memory, and {show_bytes(free)} are "
+            f"{subject} would take {show_bytes(num_bytes)} of memory, and {show_bytes(free)} are "
             f"free; {advice}"
         )

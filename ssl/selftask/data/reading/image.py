@@ -230,8 +230,8 @@ def _of_channels(array: np.ndarray, channels: int) -> np.ndarray:
     if array.ndim == 3 and array.shape[-1] != channels == array.shape[0]:
         array = np.moveaxis(array, 0, -1)
     if array.ndim != 3 or array.shape[-1] != channels:
-        what = f"{channels} channels" if channels > 1 else "1 channel"
-        raise ValueError(f"an array of shape {array.shape} is not an image with {what}")
+        expected = f"{channels} channels" if channels > 1 else "1 channel"
+        raise ValueError(f"an array of shape {array.shape} is not an image with {expected}")
     return np.ascontiguousarray(array if array.dtype == np.uint8 else _to_8_bit(array))
 
 

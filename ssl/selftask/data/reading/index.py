@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from selftask.data.reading.path_table import PathTable
-from selftask.data.reading.progress_log import say
+from selftask.data.reading.progress_log import log_progress
 from selftask.distributed.heartbeat import activity
 from selftask.files.cache_dir import cache_path, take_lock
 from selftask.files.replace import replacing
@@ -201,20 +201,20 @@ def only_one(file: Path) -> Iterator[bool]:
         except OSError:
             alone = True  # no locks or no writing, see above
         if not alone:
-            say("waiting for another process, which lists the same images")
+            log_progress("waiting for another process, which lists the same images")
             while not take_lock(lock):
                 with activity("waiting for the list of images"):  # a sign of life, as the wait
                     time.sleep(0.1)  # may be longer than the hang timeout
         yield alone
 
 
-def settled(mtime_ns: int, looked_ns: int) -> int:
+def settled(mtime_ns: int, read_ns: int) -> int:
     """Return the modification time to save; UNSURE if it is too recent to be reliable.
 
     Clocks of file systems are coarse: a second change within the same tick has the same time.
 
     Args:
         mtime_ns: Modification time of a file or folder.
-        looked_ns: Current time just before it was read.
+        read_ns: Current time just before it was read.
     """
-    return mtime_ns if looked_ns - mtime_ns > _GRANULE_S * 1e9 else UNSURE
+    return mtime_ns if read_ns - mtime_ns > _GRANULE_S * 1e9 else UNSURE

@@ -117,9 +117,9 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
     """Yield the file in pieces of whole lines; the last piece also ends with a newline."""
     rest = b""
     while piece := file.read(PIECE):
-        whole, newline, piece = piece.rpartition(b"\n")
+        lines, newline, piece = piece.rpartition(b"\n")
         if newline:
-            yield rest + whole + newline
+            yield rest + lines + newline
             rest = piece
         else:
             rest += piece

@@ -89,7 +89,10 @@ def join_bytes(words: Iterable[bytes], separator: bytes) -> bytes:
 def split_bytes(joined: np.ndarray, separator: bytes) -> np.ndarray:
     """Return the start of each of N words, and the end of the last one, int64 (N + 1,)."""
     starts = range(0, len(joined), _PIECE)
-    ends = [np.flatnonzero(joined[at : at + _PIECE] == separator[0]) + at + 1 for at in starts]
+    ends = [
+        np.flatnonzero(joined[first : first + _PIECE] == separator[0]) + first + 1
+        for first in starts
+    ]
     return np.concatenate([np.zeros(1, dtype=np.int64), *ends])
 
 

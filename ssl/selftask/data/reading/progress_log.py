@@ -14,7 +14,7 @@ _EVERY_S = 5.0  # seconds between two messages of one scan
 log = get_logger(__name__)
 
 
-def say(text: str) -> None:
+def log_progress(text: str) -> None:
     """Log a line, or print it to stderr if no run has opened a log."""
     if LOGGER.handlers:
         log.info("data: %s", text)
@@ -46,4 +46,4 @@ class ScanProgress:
             self._reported = now
             where = f" in {self._folders:,} folders" if self._folders else ""
             seconds = now - self._started
-            say(f"{self._where}: {self._images:,} images{where} so far ({seconds:.0f} s)")
+            log_progress(f"{self._where}: {self._images:,} images{where} so far ({seconds:.0f} s)")

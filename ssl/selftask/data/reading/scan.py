@@ -92,16 +92,16 @@ def walk(
     frontier: list[tuple[bytes, int]] = [(b"", _REAL)]
     links: list[bytes] = []
     with stage("scan") as line, ThreadPoolExecutor(THREADS) as pool:
-        looker = _Looker(ScanProgress(root, line), os.fsencode(root), endings, earlier or {})
+        reader = _FolderReader(ScanProgress(root, line), os.fsencode(root), endings, earlier or {})
         while frontier or links:
             if not frontier:
                 frontier, links = [(path, _LINK) for path in sorted(links)], []
             size = max(1, len(frontier) // (8 * THREADS))
             parts = [frontier[first : first + size] for first in range(0, len(frontier), size)]
-            looked = track("looking for images", pool.map(looker.map_images, parts))
+            contents = track("looking for images", pool.map(reader.map_images, parts))
             level: list[Folder] = []
             inside: list[bytes] = []
-            for folder in chain.from_iterable(looked):
+            for folder in chain.from_iterable(contents):
                 if folder.ident in seen:
                     level.append(Folder(folder.path, folder.mtime_ns, _ALIAS))
                     continue
@@ -114,7 +114,7 @@ def walk(
 
 
 @dataclass(frozen=True)
-class _Looker:
+class _FolderReader:
     """Reader of folders, shared by several threads."""
 
     progress: ScanProgress
@@ -124,10 +124,10 @@ class _Looker:
 
     def map_images(self, paths: list[tuple[bytes, int]]) -> list[Folder]:
         """Return the content of these folders, without those that no longer exist."""
-        looked = (self._look_at(path, kind) for path, kind in paths)
-        return [folder for folder in looked if folder is not None]
+        contents = (self._list_folder(path, kind) for path, kind in paths)
+        return [folder for folder in contents if folder is not None]
 
-    def _look_at(self, path: bytes, kind: int) -> Folder | None:
+    def _list_folder(self, path: bytes, kind: int) -> Folder | None:
         where = os.path.join(self.root, path)
         try:
             started = time.time_ns()

@@ -15,7 +15,7 @@ from selftask.data.reading import index as store
 from selftask.data.reading.class_numbers import NO_LABEL, number_labels
 from selftask.data.reading.index import Index
 from selftask.data.reading.path_table import arrays_of_paths
-from selftask.data.reading.progress_log import say
+from selftask.data.reading.progress_log import log_progress
 from selftask.data.reading.skipped_files import EXTENSIONS, kind_of
 from selftask.data.reading.storage import FileStat, open_file
 from selftask.data.reading.tar_walk import Damaged, Member, walk
@@ -67,7 +67,7 @@ def index_shards(shards: list[FileStat], wanted: Wanted) -> Index:
 
 
 def _build(shards: list[FileStat], wanted: Wanted) -> Index:
-    say(f"reading the headers of {len(shards)} tar files")
+    log_progress(f"reading the headers of {len(shards)} tar files")
     with ThreadPoolExecutor(max_workers=THREADS) as pool:
         reads = pool.map(lambda shard: _read_shard(shard, wanted), shards)
         counted = staged("index", reads, len(shards))

@@ -126,12 +126,12 @@ def _text(field: bytes) -> str:
 def _pax_records(text: bytes) -> dict[str, str]:
     """Parse records such as ``30 mtime=1700000000.1234567\\n``; the length includes itself."""
     records: dict[str, str] = {}
-    at = 0
-    while match := _LENGTH.match(text, at):
-        end = at + int(match[1])
+    start = 0
+    while match := _LENGTH.match(text, start):
+        end = start + int(match[1])
         if end <= match.end():
             break
         key, _, value = text[match.end() : end - 1].partition(b"=")
         records[_text(key)] = value.decode("utf-8", "surrogateescape")
-        at = end
+        start = end
     return records

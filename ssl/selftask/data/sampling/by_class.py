@@ -96,8 +96,8 @@ class Stratified(_ByClass):
         def at(positions: np.ndarray) -> np.ndarray:
             batches, slots = np.divmod(positions, size)
             slots = slot_orders.at(batches, np.full_like(batches, size), slots)
-            used = batch_order.at(batches) + slots * steps
-            return self.images(epoch, (used * total // (steps * size) + turn) % total)
+            slots_kept = batch_order.at(batches) + slots * steps
+            return self.images(epoch, (slots_kept * total // (steps * size) + turn) % total)
 
         return FlatOrder(at)
 
@@ -221,7 +221,7 @@ def _complete_labels(pool: Pool) -> np.ndarray:
 def _whole_numbers(shares: np.ndarray, total: int) -> np.ndarray:
     """Return integers proportional to ``shares``, rounded so that they add up to ``total``."""
     exact = shares / shares.sum() * total
-    whole = np.floor(exact).astype(np.int64)
-    remaining = total - int(whole.sum())
-    whole[np.argsort(whole - exact, kind="stable")[:remaining]] += 1
-    return whole
+    numbers = np.floor(exact).astype(np.int64)
+    remaining = total - int(numbers.sum())
+    numbers[np.argsort(numbers - exact, kind="stable")[:remaining]] += 1
+    return numbers

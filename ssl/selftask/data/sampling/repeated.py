@@ -41,8 +41,8 @@ class Repeated(Sampler):
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool)
-        whole = pool.num_images // pool.batch_size * pool.batch_size
-        self.num_samples = whole or pool.num_images  # too few images: steps_per_epoch raises
+        num_full = pool.num_images // pool.batch_size * pool.batch_size
+        self.num_samples = num_full or pool.num_images  # too few images: steps_per_epoch raises
 
     def order(self, epoch: int) -> EpochOrder:
         pool, times = self.pool, self.config.times

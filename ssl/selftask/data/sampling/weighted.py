@@ -64,24 +64,24 @@ class Weighted(Sampler):
 def _read(path: str, num_images: int) -> np.ndarray:
     """Read weights, float64 (num_images,); raises UserError."""
     file = os.path.expanduser(path)
-    what = f"data.sampler.weights={path!r}"
+    prefix = f"data.sampler.weights={path!r}"
     if not is_file(file):
-        raise UserError(f"{what}: there is no such file; {nearest_path(file)}")
+        raise UserError(f"{prefix}: there is no such file; {nearest_path(file)}")
     try:
         values = np.load(file) if file.endswith(".npy") else np.loadtxt(file, ndmin=1)
         weights = np.asarray(values, dtype=np.float64)
     except OSError as error:
-        raise UserError(f"{what}: {error.strerror or error}") from error
+        raise UserError(f"{prefix}: {error.strerror or error}") from error
     except (EOFError, TypeError, ValueError) as error:
-        raise UserError(f"{what}: expected .npy, or one number a line: {error}") from error
+        raise UserError(f"{prefix}: expected .npy, or one number a line: {error}") from error
     if weights.shape != (num_images,):
-        raise UserError(f"{what}: shape {weights.shape}; expected ({num_images},), one per image")
+        raise UserError(f"{prefix}: shape {weights.shape}; expected ({num_images},), one per image")
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
         raise UserError(
-            f"{what}: weight {weights[wrong[0]]} of image {wrong[0]}; weights must be "
+            f"{prefix}: weight {weights[wrong[0]]} of image {wrong[0]}; weights must be "
             "finite and at least 0"
         )
     if not weights.any():
-        raise UserError(f"{what}: all weights are 0, so nothing could be drawn")
+        raise UserError(f"{prefix}: all weights are 0, so nothing could be drawn")
     return weights

@@ -166,10 +166,10 @@ def label_numbers(labels: np.ndarray, file: str) -> tuple[np.ndarray, list[str] 
         texts: Any = np.char.decode(labels, "utf-8", "surrogateescape") if is_bytes else labels
         return number_labels(texts.tolist())
     with np.errstate(invalid="ignore"):  # NaN becomes a number, which differs from it
-        whole = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
-    if whole is None or not np.array_equal(whole, labels):
+        numbers = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
+    if numbers is None or not np.array_equal(numbers, labels):
         raise UserError(
             f"data.labels: those of {file} are {labels.dtype}; whole numbers or texts are expected"
             " (data.labels=null leaves them out)"
         )
-    return whole, None
+    return numbers, None

@@ -164,8 +164,8 @@ class Folder(LabeledByFolder):
         below = addresses.walk(self.root)
         names = [n for n in below if n.lower().endswith(EXTENSIONS) and not HIDDEN.search(n)]
         if not names:
-            looked = " ".join(EXTENSIONS)
-            raise UserError(f"data: no images (looked for {looked}) under {self.root}")
+            extensions = " ".join(EXTENSIONS)
+            raise UserError(f"data: no images (looked for {extensions}) under {self.root}")
         self._take_names(names, labels=labels)
 
 
@@ -202,10 +202,10 @@ def is_there(path: str) -> bool:
     return addresses.exists(path) if is_remote(path) else exists(path)
 
 
-def _missing(path: str, what: str) -> str:
+def _missing(path: str, kind: str) -> str:
     """Return a message such as ``no such folder: a/trian; did you mean 'a/train'?``."""
     if kind_of(path) in ARCHIVES and exists(path):
         return f"{path} is an archive: unpack it and name the folder (a plain .tar can be read)"
     if exists(path):
-        return f"{path} is not a {what}"
-    return f"no such {what}: {path}; {nearest_path(path)}"
+        return f"{path} is not a {kind}"
+    return f"no such {kind}: {path}; {nearest_path(path)}"

@@ -180,8 +180,8 @@ def _keys(file: Any) -> Iterator[str]:
 
     keys: list[str] = []
 
-    def add(name: str, thing: Any) -> None:
-        if isinstance(thing, h5py.Dataset):
+    def add(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
             keys.append(name)
 
     file.visititems(add)

@@ -111,8 +111,8 @@ def _split_folder(folder: str, split: str | None) -> str:
             raise UserError(f"data.split={split}: {folder} holds one data set, without splits")
         return folder
     if not is_file(os.path.join(folder, "dataset_dict.json")):
-        what = "was not written by save_to_disk" if os.path.isdir(folder) else "is not there"
-        raise UserError(f"data.path: {folder} {what} (a data set of Hugging Face's is expected)")
+        problem = "was not written by save_to_disk" if os.path.isdir(folder) else "is not there"
+        raise UserError(f"data.path: {folder} {problem} (a data set of Hugging Face's is expected)")
     prefix = os.path.join(folder, "")
     splits = [name for name in os.listdir(folder) if os.path.isfile(f"{prefix}{name}/state.json")]
     chosen = split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from selftask.data.reading.image import decode
-from selftask.data.reading.progress_log import say
+from selftask.data.reading.progress_log import log_progress
 from selftask.data.reading.skipped_files import describe
 from selftask.data.reading.storage import find_files, read_part
 from selftask.data.reading.tar_index import Wanted, index_shards
@@ -51,7 +51,7 @@ class WebDataset(Source):
         )
         self._damaged = self.index.header["damaged"]
         if self._damaged:
-            say(self._describe_damage())
+            log_progress(self._describe_damage())
 
     def __len__(self) -> int:
         return len(self.names)

@@ -144,7 +144,7 @@ def _extra_columns(config: TableSource.Config) -> dict[str, tuple[str, str]]:
     named = {} if config.caption is None else {"caption": ("caption", config.caption)}
     images = {name: (f"images.{name}", column) for name, column in config.images.items()}
     numbers = {column: ("numbers", column) for column in config.numbers}
-    sides = {f"box/{side}": ("box", at) for side, at in zip(BOX, config.box, strict=False)}
+    sides = {f"box/{side}": ("box", column) for side, column in zip(BOX, config.box, strict=False)}
     return named | images | numbers | sides
 
 
@@ -196,8 +196,8 @@ def _read(file: Path, config: TableSource.Config, root: str) -> Index:
 def _checked(table: Table, file: Path) -> Iterable[str]:
     for number, path in enumerate(table.paths):
         if not isinstance(path, str) or not path:
-            what = "no path" if path is None or path == "" else f"{path!r} is not a path"
-            raise UserError(f"data: {_place(file, table, number)}: {what}")
+            problem = "no path" if path is None or path == "" else f"{path!r} is not a path"
+            raise UserError(f"data: {_place(file, table, number)}: {problem}")
         yield path
 
 
@@ -344,18 +344,18 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
 
 def _read_json(file: Path, config: TableSource.Config, root: str) -> Table:
     """Read a list of objects, or one object per line (.jsonl)."""
-    whole = file.suffix.lower() == ".json"
-    expected = "a list of objects" if whole else "an object a line"
+    is_list = file.suffix.lower() == ".json"
+    expected = "a list of objects" if is_list else "an object a line"
     with explained(f"data: {file} is not {expected}"):
         text = file.read_text(encoding="utf-8-sig")
         lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        rows = json.loads(text) if whole else [json.loads(line) for _, line in lines]
+        rows = json.loads(text) if is_list else [json.loads(line) for _, line in lines]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"data: {file} is not {expected}")
     names = list(dict.fromkeys(str(name) for row in rows for name in row))
     if not names:
         raise UserError(f"data: no images: {file} has no rows")
-    numbers = None if whole else [number for number, _ in lines]
+    numbers = None if is_list else [number for number, _ in lines]
     return _table(file, config, names, lambda of: [row.get(of) for row in rows], numbers)
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from selftask.config.values.budget import show_bytes
-from selftask.data.reading.progress_log import say
+from selftask.data.reading.progress_log import log_progress
 from selftask.data.reading.storage import FileStat, open_file
 from selftask.distributed.heartbeat import track
 from selftask.distributed.out_of_memory import available_bytes
@@ -72,7 +72,7 @@ def copy_files(files: list[FileStat], folder: Path) -> None:
             _copy(missing, folder)
     there = len(files) - len(missing)
     if there:
-        say(f"{there} files were in {folder} already")
+        log_progress(f"{there} files were in {folder} already")
 
 
 def _is_copied(file: FileStat, folder: Path) -> bool:
@@ -110,7 +110,7 @@ def _free_memory(folder: Path) -> float:
 def _copy(missing: list[FileStat], folder: Path) -> None:
     began = time.monotonic()
     total = sum(max(file.size, 0) for file in missing)
-    say(f"copying {len(missing)} files, {show_bytes(total)}, to {folder}")
+    log_progress(f"copying {len(missing)} files, {show_bytes(total)}, to {folder}")
     done, last = 0, began
     with (
         open(folder / ".checksums", "a", encoding="utf-8", errors="surrogateescape") as checksums,
@@ -124,11 +124,11 @@ def _copy(missing: list[FileStat], folder: Path) -> None:
             if not line.is_drawn and time.monotonic() - last > EVERY_S:
                 last = time.monotonic()
                 share, rate = done / max(total, 1), done / (last - began)
-                say(f"{100 * share:.0f} % copied, {rate / 1e6:.0f} MB/s")
+                log_progress(f"{100 * share:.0f} % copied, {rate / 1e6:.0f} MB/s")
     seconds = time.monotonic() - began
-    say(f"copied {show_bytes(done)} to {folder} in {seconds:.0f} s")
+    log_progress(f"copied {show_bytes(done)} to {folder} in {seconds:.0f} s")
     if folder.is_relative_to(RAM):
-        say(f"it stays in memory for the next run, until `rm -r {folder}`")
+        log_progress(f"it stays in memory for the next run, until `rm -r {folder}`")
 
 
 def _copies(

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol, runtime_checkable
 
-from selftask.data.reading.progress_log import say
+from selftask.data.reading.progress_log import log_progress
 from selftask.data.reading.storage import FileStat, find_files
 from selftask.data.source import Source, Wrapped
 from selftask.data.sources.files import FileSource
@@ -64,7 +64,7 @@ def _files_of(source: Source) -> list[FileStat]:
     with ThreadPoolExecutor(max_workers=THREADS) as pool:
         stats = list(pool.map(_stat, _paths(source)))
     if left_out := stats.count(None):
-        say(f"{left_out} paths are not files: they cannot be copied, nor read")
+        log_progress(f"{left_out} paths are not files: they cannot be copied, nor read")
     return list({file.path: file for file in stats if file is not None}.values())
 
 

@@ -25,9 +25,9 @@ def by_groups(change: Callable[[np.ndarray], np.ndarray], image: np.ndarray) -> 
     channels = image.shape[2]
     if channels in (RGB, _AT_ONCE):
         return change(image)
-    whole = channels - channels % _AT_ONCE
-    groups = [image[..., at : at + _AT_ONCE] for at in range(0, whole, _AT_ONCE)]
-    planes = [image[..., at] for at in range(whole, channels)]
+    in_groups = channels - channels % _AT_ONCE
+    groups = [image[..., first : first + _AT_ONCE] for first in range(0, in_groups, _AT_ONCE)]
+    planes = [image[..., first] for first in range(in_groups, channels)]
     parts = [change(np.ascontiguousarray(group)) for group in groups]
     parts += [change(np.ascontiguousarray(plane))[..., None] for plane in planes]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
@@ -76,29 +76,29 @@ def list_problems(transforms: Iterable[Component], key: str, channels: int) -> I
             yield f"{key}.{position}.{problem}"
 
 
-def needs_rgb(what: str, channels: int, instead: str) -> Iterator[str]:
+def needs_rgb(subject: str, channels: int, instead: str) -> Iterator[str]:
     """Yield a problem if the images do not have three channels.
 
     Args:
-        what: Key and value that need three channels.
+        subject: Key and value that need three channels.
         channels: Number of channels of the images.
         instead: Advice to the user.
     """
     if channels != RGB:
-        yield f"{what} needs 3 channels, the data have {channels}; {instead}"
+        yield f"{subject} needs 3 channels, the data have {channels}; {instead}"
 
 
-def needs_number(what: str, number: int, channels: int, instead: str) -> Iterator[str]:
+def needs_number(subject: str, number: int, channels: int, instead: str) -> Iterator[str]:
     """Yield a problem if a list of ``number`` values does not have one for each channel.
 
     Args:
-        what: Key and value.
+        subject: Key and value.
         number: Number of values.
         channels: Number of channels of the images.
         instead: Advice to the user.
     """
     if number != channels:
         yield (
-            f"{what} is for {number} {plural('channel', number)}, the data have {channels}; "
+            f"{subject} is for {number} {plural('channel', number)}, the data have {channels}; "
             f"{instead}"
         )

@@ -51,12 +51,12 @@ class Custom(Transform):
         Raises:
             UserError: If there is no such object, or the class does not accept the arguments.
         """
-        thing = import_object(self.transform, "transform")
-        if not isinstance(thing, type):
-            return partial(thing, **self.args)
+        target = import_object(self.transform, "transform")
+        if not isinstance(target, type):
+            return partial(target, **self.args)
         problem = f"args: {self.transform} takes no {self.args}"
         with explained(problem, TypeError, ValueError, AssertionError):
-            made: Callable[..., Any] = thing(**self.args)
+            made: Callable[..., Any] = target(**self.args)
         return made
 
     @cached_property

@@ -40,8 +40,8 @@ class _WithHoles(Transform):
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         if isinstance(self.fill, list):
-            what = f"fill: {self.fill}"
-            yield from needs_number(what, len(self.fill), channels, "or give one gray level")
+            subject = f"fill: {self.fill}"
+            yield from needs_number(subject, len(self.fill), channels, "or give one gray level")
 
     def hole(self, rng: np.random.Generator, left: int, top: int, right: int, bottom: int) -> Hole:
         """Return a rectangle and its fill values, which are drawn if ``fill`` is ``noise``.

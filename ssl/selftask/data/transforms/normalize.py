@@ -50,9 +50,9 @@ class Normalize:
             yield f"mean: {len(self.mean)} numbers, and std has {len(self.std)}"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
-        what = f"stats: {self.stats}" if self.mean is None else f"mean: {self.mean}"
+        subject = f"stats: {self.stats}" if self.mean is None else f"mean: {self.mean}"
         instead = "give mean and std of each (`selftask data stats` prints them), or stats: half"
-        return needs_number(what, len(self.moments(channels)[0]), channels, instead)
+        return needs_number(subject, len(self.moments(channels)[0]), channels, instead)
 
     def moments(self, channels: int = 3) -> tuple[list[float], list[float]]:
         """Return mean and standard deviation of each channel."""

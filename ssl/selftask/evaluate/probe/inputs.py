@@ -158,6 +158,6 @@ def regrouped(parts: Iterable[Rows], size: int) -> Iterator[Rows]:
         if count < size:
             continue
         joined = tuple(map(torch.cat, zip(*waiting, strict=True)))
-        whole = count - count % size
-        yield from zip(*(column[:whole].split(size) for column in joined), strict=True)
-        waiting, count = [tuple(column[whole:] for column in joined)], count - whole
+        full = count - count % size
+        yield from zip(*(column[:full].split(size) for column in joined), strict=True)
+        waiting, count = [tuple(column[full:] for column in joined)], count - full

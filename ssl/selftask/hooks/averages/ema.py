@@ -46,9 +46,9 @@ class ExponentialAverage(WeightAverage):
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         yield from super().problems(config)
-        given = [name for name in _DECAYS if getattr(self, name) is not None]
-        for name in given[1:]:
-            yield f"{name}: {given[0]} is given too, and only one can count; take one of them out"
+        names = [name for name in _DECAYS if getattr(self, name) is not None]
+        for name in names[1:]:
+            yield f"{name}: {names[0]} is given too, and only one can count; take one of them out"
 
     def on_start(self, task: Task) -> None:
         super().on_start(task)

@@ -97,8 +97,8 @@ class NonFiniteGuard(Hook):
         bad = _non_finite_gradients(task)
         if float(all_reduce_sum(torch.tensor(float(len(bad)), device=task.device))):
             loss = float(task.last_batch.loss)  # type: ignore[arg-type]
-            what = f"the gradient is not finite, and the loss is {loss:.4g},"
-            self._handle(task, what, Cause(0, bad[0]) if bad else None)
+            problem = f"the gradient is not finite, and the loss is {loss:.4g},"
+            self._handle(task, problem, Cause(0, bad[0]) if bad else None)
 
     def on_update(self, task: Task) -> None:
         self.in_row = 0
@@ -113,12 +113,12 @@ class NonFiniteGuard(Hook):
                 raise NonFiniteLoss(text, step=cause.step, exact=True)
             log.warning("%s", text)
 
-    def _handle(self, task: Task, what: str, here: Cause | None) -> None:
+    def _handle(self, task: Task, problem: str, here: Cause | None) -> None:
         """Dump the step; raise NonFiniteLoss or StepSkipped on every rank."""
         _restore(self.kept)
         self.has_failed = True
         self.in_row += 1
-        step, (text, remedy) = task.steps_done + 1, describe(task, what, here)
+        step, (text, remedy) = task.steps_done + 1, describe(task, problem, here)
         if self.dumps < MOST_DUMPS:
             self.dumps += 1
             folder = shlex.quote(str(dump(task, text, self.rng)))
@@ -150,7 +150,7 @@ class Cause(NamedTuple):
     remedy: str = REMEDY
 
 
-def describe(task: Task, what: str, here: Cause | None) -> tuple[str, str]:
+def describe(task: Task, problem: str, here: Cause | None) -> tuple[str, str]:
     """Return a description with step, ranks, cause and learning rate, and what may help.
 
     Every rank must call it.
@@ -160,7 +160,7 @@ def describe(task: Task, what: str, here: Cause | None) -> tuple[str, str]:
 
     Args:
         task: The task, in the step.
-        what: The problem, the same on every rank.
+        problem: The problem, the same on every rank.
         here: The cause on this rank, if any.
     """
     causes: list[Cause | None] = gather_objects(here)
@@ -172,7 +172,7 @@ def describe(task: Task, what: str, here: Cause | None) -> tuple[str, str]:
     step = task.steps_done + 1
     listed = ", ".join(map(str, ranks[:8])) or ("0" if len(causes) == 1 else "unknown")
     named = f"{plural('rank', len(ranks) or 1)} {listed}"
-    return f"{what} at step {step} on {named}{cause}; lr was {lr:.3g}", remedy
+    return f"{problem} at step {step} on {named}{cause}; lr was {lr:.3g}", remedy
 
 
 def _cause_in(task: Task) -> Cause | None:

@@ -59,7 +59,7 @@ class OnlineProbe(Hook):
     lr: list[float] = setting([1.0, 3.0, 10.0], above=0, nonempty=True)
     """Learning rates, of which each has its own classifier; for features of unit length."""
     layers: list[int] = setting([])
-    """Hidden layers of the backbone with classifiers of their own, beside its output: the mean of
+    """Hidden layers of the backbone that also have classifiers, in addition to its output: mean of
     the patches, as in ``eval.layers``. Negative numbers count from the last layer.
     """
     teacher: bool = False

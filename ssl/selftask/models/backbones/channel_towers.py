@@ -92,8 +92,8 @@ class ChannelTowers(nn.Module):
         for tower, part in self._pairs(images):
             adapter = adapter_of(tower)
             numbers = range(first, first + adapter.num_layers)
-            own = tuple(number - first for number in layers if number in numbers)
-            outputs.append(adapter.extract(part, Request(layers=own)))
+            inner = tuple(number - first for number in layers if number in numbers)
+            outputs.append(adapter.extract(part, Request(layers=inner)))
             hidden |= {first + number: x for number, x in outputs[-1].hidden.items()}
             first += adapter.num_layers
         features = torch.cat([output.pooled for output in outputs], dim=1)

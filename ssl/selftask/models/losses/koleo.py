@@ -32,8 +32,8 @@ def koleo(features: Tensor, *, neighbors: int = 1, group_size: int | None = None
     with torch.no_grad():
         index = torch.arange(len(everyone), device=features.device)
         group = index // (group_size or len(everyone))
-        own = slice(rank() * len(features), (rank() + 1) * len(features))
-        excluded = (index == index[own, None]) | (group != group[own, None])  # (B, W * B)
+        own_rows = slice(rank() * len(features), (rank() + 1) * len(features))
+        excluded = (index == index[own_rows, None]) | (group != group[own_rows, None])  # (B, W * B)
         similarity = (features @ everyone.T).masked_fill_(excluded, -torch.inf)
         nearest = similarity.topk(neighbors, dim=1).indices  # (B, neighbors)
     distance = F.pairwise_distance(features[:, None], everyone[nearest], eps=_EPS)

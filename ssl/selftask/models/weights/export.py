@@ -74,36 +74,36 @@ def check_library(
         return
     name = architecture.args.get("model", architecture.name)
     wanted = Component(name=library, args={"model": name, "args": {}})
-    what = f"export: --to {library}"
+    subject = f"export: --to {library}"
     try:
         theirs = build_backbone(wanted, channels)
     except UserError as error:
         reason = str(error).removeprefix("backbone.model: ")
-        raise UserError(f"{what}: {reason}") from error
-    check_features(backbone, theirs, what=f"{what}: its {name}", shape=(channels, 64, 64))
+        raise UserError(f"{subject}: {reason}") from error
+    check_features(backbone, theirs, subject=f"{subject}: its {name}", shape=(channels, 64, 64))
 
 
 @torch.no_grad()
 def check_features(
-    backbone: nn.Module, theirs: nn.Module, *, what: str, shape: tuple[int, int, int]
+    backbone: nn.Module, theirs: nn.Module, *, subject: str, shape: tuple[int, int, int]
 ) -> None:
     """Raise UserError unless another model loads these weights and computes the same features.
 
     Args:
         backbone: The backbone.
         theirs: The other model; its weights are replaced.
-        what: Beginning of the message.
+        subject: Beginning of the message.
         shape: Shape (C, H, W) of the random images.
     """
     try:
         theirs.load_state_dict(portable_state(backbone), strict=True)
     except RuntimeError as error:
         first = " ".join(str(error).split("\n", 2)[1].split())[:200]
-        raise UserError(f"{what} does not load these weights: {first}") from error
+        raise UserError(f"{subject} does not load these weights: {first}") from error
     images = torch.rand(2, *shape)
     with in_eval_mode(backbone), in_eval_mode(theirs):
         if not same_features(theirs(images), backbone(images)):
-            raise UserError(f"{what} takes these weights and computes other features")
+            raise UserError(f"{subject} takes these weights and computes other features")
 
 
 def same_features(theirs: Tensor, ours: Tensor) -> bool:

@@ -60,8 +60,8 @@ class _Array(np.ndarray):
             super().__setstate__(state)
 
 
-def _refuse(what: str) -> RefusedContent:
-    return RefusedContent(f"{what}, as no writer of weights does; nothing was run")
+def _refuse(reason: str) -> RefusedContent:
+    return RefusedContent(f"{reason}, as no writer of weights does; nothing was run")
 
 
 def _dtype(kind: Any) -> np.dtype[Any] | None:

@@ -113,8 +113,8 @@ def best_line(comparison: Comparison) -> str:
     over = f", mean of {best.count} runs" if best.count > 1 else ""
     if not any(member.is_complete for member in first.members):
         over += ", not finished"
-    what = "lowest" if smallest_first(name) else "highest"
-    return f"{what} {name}: {best.mean:.4g}{half}, {first.label}{over}"
+    order = "lowest" if smallest_first(name) else "highest"
+    return f"{order} {name}: {best.mean:.4g}{half}, {first.label}{over}"
 
 
 def _notes(comparison: Comparison) -> list[tuple[str, str]]:
@@ -138,8 +138,8 @@ def _notes(comparison: Comparison) -> list[tuple[str, str]]:
         steps = ", ".join(f"{length:,}" for length in sorted(lengths))
         notes.append(f"the runs are of different length: {steps} steps")
     if not comparison.of_one_loss and "loss" in comparison.metrics:
-        what = "methods" if "method.name" in comparison.keys else "settings of the method"
-        notes.append(f"the {what} differ: losses of different scale, not comparable")
+        subject = "methods" if "method.name" in comparison.keys else "settings of the method"
+        notes.append(f"the {subject} differ: losses of different scale, not comparable")
     if any(key.startswith("data.") for key in comparison.keys):
         notes.append("the runs read different data")
     return [*runs, *(("", note) for note in notes)]

@@ -49,7 +49,7 @@ def map_section(images: Gathered, projections: Mapping[str, Projection]) -> Sect
     data = {
         "width": _WIDTH,
         "height": _HEIGHT,
-        "places": {key: place.ravel().tolist() for key, place in places.items()},
+        "places": {key: positions.ravel().tolist() for key, positions in places.items()},
         "axes": {key: one.axes for key, one in projections.items()},
         "names": list(images.names),
         "labels": [images.label_text(row) for row in range(len(images))],

@@ -149,7 +149,7 @@ class _Watched:
             views = batch.all_views[0].cpu()
             pixels = to_pixels(views, self.config.eval.transforms)
             numbers = batch.index.tolist()
-            kept = [place for place, number in enumerate(numbers) if number in self.wanted]
+            kept = [row for row, number in enumerate(numbers) if number in self.wanted]
             self.inputs.append(views[kept])
             self.pixels.append(pixels[kept])
             self.thumbnails += [thumbnail(image, _SIDE) for image in pixels]

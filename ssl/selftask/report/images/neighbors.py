@@ -53,7 +53,7 @@ def neighbors_section(images: Gathered, queries: Sequence[int]) -> Section:
         )
         for query, rows, cosines in zip(queries, nearest, similar, strict=True)
     ]
-    compared = [same for _, found in rows for _, same, _ in found if same is not None]
+    compared = [same for _, neighbors in rows for _, same, _ in neighbors if same is not None]
     share = sum(compared) / len(compared) if compared else None
     html = render("images.neighbors", images, sprite, rows, share)
     return image_section("Nearest neighbors", html, "neighbors", sprite)

@@ -46,16 +46,16 @@ class Sprite:
     def __init__(self, name: str, side: int, budget: int) -> None:
         self.name, self.side, self.budget = name, side, budget
         self._pixels: list[np.ndarray] = []
-        self._known: dict[bytes, int] = {}  # hash of a thumbnail -> number of its tile
+        self._numbers: dict[bytes, int] = {}  # hash of a thumbnail -> number of its tile
 
     def add(self, image: np.ndarray) -> int:
         """Add an image, uint8 (H, W, C), and return the number of its tile."""
         pixels = thumbnail(image, self.side)
         digest = hashlib.blake2b(f"{pixels.shape}".encode() + pixels.tobytes()).digest()
-        if digest not in self._known:
-            self._known[digest] = len(self._pixels)
+        if digest not in self._numbers:
+            self._numbers[digest] = len(self._pixels)
             self._pixels.append(pixels)
-        return self._known[digest]
+        return self._numbers[digest]
 
     def __len__(self) -> int:
         return len(self._pixels)

@@ -49,8 +49,8 @@ def find_weights(run: Path) -> Weights | None:
     if newest is None:
         return None
     manifest = newest / MANIFEST if newest.is_dir() else newest.with_suffix(".json")
-    known = read_json(manifest).get(CHECKSUM, newest.stat().st_mtime_ns)
-    return Weights(newest, f"{run}@{step_of(newest)}", f"{step_of(newest)}-{known}")
+    version = read_json(manifest).get(CHECKSUM, newest.stat().st_mtime_ns)
+    return Weights(newest, f"{run}@{step_of(newest)}", f"{step_of(newest)}-{version}")
 
 
 def _exported_step(run: Path) -> int | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 def show_seconds(seconds: float) -> str:
     """Format a duration, rounded to seconds below 1 min, to minutes below 1 day, else to hours."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    minutes = round(whole / 60)
+    rounded = max(0, round(seconds))
+    if rounded < 60:
+        return f"{rounded} s"
+    minutes = round(rounded / 60)
     if minutes < 60:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     if hours < 24:
         return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    days, hours = divmod(round(whole / 3600), 24)
+    days, hours = divmod(round(rounded / 3600), 24)
     return f"{days} d {hours} h" if hours else f"{days} d"

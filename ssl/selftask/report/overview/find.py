@@ -33,17 +33,17 @@ def find_runs(folder: Path) -> Found:
         OSError: If ``folder`` itself cannot be listed.
     """
     os.scandir(folder).close()  # os.walk ignores errors
-    found = Found()
+    result = Found()
     for name, folders, files in os.walk(folder):
         path = Path(name)
         if not _SIGNS.isdisjoint(files):
-            found.runs.append(path)
+            result.runs.append(path)
         if "slurm" in folders and (path / _JOBS).is_file():
-            found.submissions.append(path)
+            result.submissions.append(path)
         inner = [n for n in folders if n not in _INSIDE and not n.startswith(".")]
         is_deep = len(path.parts) - len(folder.parts) >= DEPTH
         folders[:] = [] if is_deep else sorted(inner, key=natural)  # those that are walked next
-    return found
+    return result
 
 
 def natural(name: str) -> list[tuple[int, float, str]]:

@@ -35,8 +35,8 @@ class Cell:
 def short_path(folder: Path) -> str:
     """Return the path of a folder, relative to the current folder if it is below that."""
     here = Path.cwd()
-    whole = folder.absolute()
-    return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
+    absolute = folder.absolute()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
 
 
 _FIXED: dict[str, Callable[[RunLine], Cell]] = {
@@ -90,9 +90,9 @@ def columns_of(lines: Iterable[RunLine], chosen: Sequence[str] = ()) -> list[str
     return list(dict.fromkeys([*first, *metrics, "age", "eta"]))
 
 
-def check_column(name: str, known: Iterable[str]) -> None:
-    """Raise UserError if there is no such column, unless ``known`` is empty."""
-    every = {*known, *_FIXED}
+def check_column(name: str, names: Iterable[str]) -> None:
+    """Raise UserError if there is no such column, unless ``names`` is empty."""
+    every = {*names, *_FIXED}
     if every != set(_FIXED) and name not in every:
         raise UserError(f"no run has a column {name!r}; {nearest(name, every)}")
 

@@ -62,10 +62,10 @@ class Site:
         return {self._name(line.folder): line for line in self._read_lines()}
 
     def _name(self, folder: Path) -> str:
-        whole = folder.resolve()
-        if whole == self.root or not whole.is_relative_to(self.root):
-            return whole.name
-        return whole.relative_to(self.root).as_posix()
+        resolved = folder.resolve()
+        if resolved == self.root or not resolved.is_relative_to(self.root):
+            return resolved.name
+        return resolved.relative_to(self.root).as_posix()
 
     def split(self, parts: Sequence[str]) -> tuple[str, list[str]]:
         """Split a path into the name of a run, which may have several parts, and the rest.

@@ -77,11 +77,11 @@ def _reach(size: int, radius: int, device: torch.device) -> Tensor:
     Returns:
         float32 (radius + 1, size * size).
     """
-    at = torch.arange(size, device=device)
-    to, last = at[:, None], size - 1
+    pixel = torch.arange(size, device=device)
+    to, last = pixel[:, None], size - 1
     none = 2 * size + radius  # a distance that is not counted
     steps = torch.arange(radius + 1, device=device)[:, None, None]
-    reach = ((at - to).abs() == steps).float()
-    reach += torch.where(at > 0, at + to, none) == steps
-    reach += torch.where(at < last, 2 * last - at - to, none) == steps
+    reach = ((pixel - to).abs() == steps).float()
+    reach += torch.where(pixel > 0, pixel + to, none) == steps
+    reach += torch.where(pixel < last, 2 * last - pixel - to, none) == steps
     return reach.flatten(1)

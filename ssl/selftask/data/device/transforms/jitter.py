@@ -44,11 +44,11 @@ class BatchedColorJitter(UniformOperation):
             is_hue = active[HUE] & (operation == HUE)
             next_step[is_hue] = STEPS
             (does,) = np.nonzero(chosen & active[operation] & (operation != HUE))
-            at, what = next_step[does], operation[does]
-            factor = factors[does, what]
-            steps[does, at, 0] = factor
-            steps[does, at, 1] = np.where(what == 2, 1 - factor, 0.0)
-            steps[does, at, 2] = np.where(what == 1, 1 - factor, 0.0)
+            step, kind = next_step[does], operation[does]
+            factor = factors[does, kind]
+            steps[does, step, 0] = factor
+            steps[does, step, 1] = np.where(kind == 2, 1 - factor, 0.0)
+            steps[does, step, 2] = np.where(kind == 1, 1 - factor, 0.0)
             next_step[does] += 1
         turn = np.where(chosen, np.trunc(turn * 255) / 256, 0.0)  # rounded as in adjust_hue
         return {"steps": steps, "shift": (6 * turn[:, None] - (0, 2, 4) + 5) % 6 - 5}

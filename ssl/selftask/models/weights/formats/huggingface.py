@@ -43,7 +43,7 @@ def describe_for_huggingface(backbone: nn.Module, facts: dict[str, Any]) -> dict
     except UserError as error:
         raise UserError(f"{_WHAT}: {str(error).removeprefix('backbone.model: ')}") from error
     size = _side(model, facts)
-    check_features(backbone, model, what=f"{_WHAT}: timm's {name}", shape=(channels, size, size))
+    check_features(backbone, model, subject=f"{_WHAT}: timm's {name}", shape=(channels, size, size))
     of_timm = getattr(model, "pretrained_cfg", {})
     return {
         "architecture": name,
