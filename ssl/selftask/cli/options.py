@@ -39,7 +39,7 @@ def is_setting(word: str) -> bool:
 
 
 def needs_first(words: list[str], message: str, usage: str) -> None:
-    """Raise UserError, beginning with ``message``, unless the first word names a run or a recipe."""
+    """Raise UserError unless the first word names a run or a recipe; ``message`` begins it."""
     if not words or is_setting(words[0]):
         raise UserError(f"{message} before any key=value\n{usage}")
 
