@@ -230,10 +230,12 @@ def test_evaluations_read_decoded_images_of_full_size(
     before = [batch.input for batch in task.data_module.labeled_samples()]
     next(task.data_module.train_batches(0))
     sources: list[Source] = []
-    monkeypatch.setattr(
-        "selftask.data.data_module.EvalDataset",
-        lambda source, *more: sources.append(source) or EvalDataset(source, *more),
-    )
+
+    def dataset(source: Source, *more: Any) -> EvalDataset:
+        sources.append(source)
+        return EvalDataset(source, *more)
+
+    monkeypatch.setattr("selftask.data.data_module.EvalDataset", dataset)
     after = [batch.input for batch in task.data_module.labeled_samples()]
     task.close()
     assert isinstance(sources[0], Decoded) == (max_side is None)
