@@ -353,10 +353,7 @@ def test_predictions_need_class_scores(folder: Path, capsys: pytest.CaptureFixtu
     run = train("simclr", folder, "no_scores", "train.max_steps=1", "eval.evaluations={}").out
     assert main(["test", str(run), f"predictions={folder / 'none.csv'}"]) == 2
     assert "simclr gives no class scores" in capsys.readouterr().err
-    for word in ("predictons=x", "optimizer.lr=1", "train.epochs=2", "~hooks.health"):
-        capsys.readouterr()
-        assert main(["test", str(run), word]) == 2
-        assert "test: there is no " in capsys.readouterr().err
+    assert {main(["test", str(run), w]) for w in ("predictons=x", "optimizer.lr=1")} == {2}
     assert not (folder / "none.csv").exists()
 
 
