@@ -118,10 +118,12 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
     Args:
         resume: ``auto``, ``never``, or the path or address of a checkpoint.
         folder: Folder of the run's checkpoints.
-        read: ``load``, or a function like it.
+        read: Function from the path of a checkpoint to its state; None for ``load``.
 
     Raises:
-        UserError: If the checkpoint is damaged. On every rank if ranks see different checkpoints.
+        UserError: If the selected file cannot be read, is damaged, is not a checkpoint of
+            selftask, or was written by a newer version; if all checkpoints in ``folder`` are
+            damaged; or, on every rank, if ranks see different checkpoints.
     """
     if resume == "never":
         return None

@@ -201,7 +201,11 @@ class DataModule:
         return self.train_source if self.config.data.max_side else self.batches.dataset.source
 
     def test_samples(self, name: str = "") -> Iterator[Batch]:
-        """Yield batches of this rank's part of a validation set, with evaluation transforms."""
+        """Yield batches of this rank's part of a validation set, with evaluation transforms.
+
+        Args:
+            name: Name of the set in ``data.val_sets``; "" for ``data.val``.
+        """
         yield from self._eval_batches(self.val_sources[name], self.val_bad_files[name])
 
     def chosen_samples(self, indices: np.ndarray, batch_size: int) -> Iterator[Batch]:
@@ -215,6 +219,9 @@ class DataModule:
 
         Batches have the same size on every rank, as losses over all ranks require. Images beyond
         the last full batch are left out. The global batches are the same as on a single rank.
+
+        Args:
+            name: Name of the set in ``data.val_sets``; "" for ``data.val``.
         """
         source = self.val_sources[name]
         ranks = self.world.size

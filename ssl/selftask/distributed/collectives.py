@@ -37,7 +37,7 @@ def is_primary() -> bool:
 
 
 def collective_device() -> torch.device:
-    """Return the device type whose tensors the default group exchanges."""
+    """Return the device type that tensors must have for collectives of the default group."""
     return torch.device({"nccl": "cuda", "xccl": "xpu"}.get(dist.get_backend(), "cpu"))
 
 

@@ -134,7 +134,15 @@ def densest(places: Tensor, bandwidth: float) -> Tensor:
 
 
 def distance_km(first: Tensor, second: Tensor) -> Tensor:
-    """Return great-circle distances (...) of places (..., 2), by the haversine formula."""
+    """Return great-circle distances in km, by the haversine formula.
+
+    Args:
+        first: Latitude and longitude in degrees, (..., 2).
+        second: Latitude and longitude in degrees, of a shape that broadcasts with ``first``.
+
+    Returns:
+        Distances (...).
+    """
     first, second = first.deg2rad(), second.deg2rad()
     half = ((first - second) / 2).sin().square()
     cosines = first[..., 0].cos() * second[..., 0].cos()

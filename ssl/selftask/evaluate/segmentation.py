@@ -51,7 +51,7 @@ class SegmentationOptions(HeadOptions):
 @register_evaluation("segmentation")
 @dataclass(frozen=True, kw_only=True)
 class Segmentation(SegmentationOptions):
-    """Segmentation of images with masks by patch features: segmentation_knn_miou, and so on."""
+    """Segmentation by patch features, of images with masks: segmentation_knn_miou, and so on."""
 
     needs_labels: ClassVar[bool] = False
     takes_backbone: ClassVar[bool] = True

@@ -30,10 +30,12 @@ from selftask.registry import register_method
 class AIM(MaskedPatches):
     """AIM (arXiv:2401.08541): predicts each patch from those before it, as a language model does.
 
-    A random number of first patches attend to each other, and each later patch to the earlier ones.
-    So the network also learns full attention, which evaluations use on whole images.
+    The patches of a prefix of random length attend to each other. Each later patch attends to
+    itself and to all patches before it. So the network also learns full attention, which
+    evaluations use on whole images.
 
-    Loss: ``mean (x_{k+1} - f(x_1 ... x_k))^2`` of patches after the prefix, standardized.
+    Loss: ``mean (x_{k+1} - f(x_1 ... x_k))^2`` over the patches after the prefix; the targets x
+    are standardized.
 
     Published: ImageNet top-1 of an attentive probe: AIM-0.6B 79.4, 1B 82.3, 3B 83.3, 7B 84.0
     (authors' README).
@@ -43,7 +45,8 @@ class AIM(MaskedPatches):
     Differs from lightly's code; that of the authors' pretraining is not public:
 
     * A patch predicts the next one; there its own, which it sees.
-    * The loss is a mean over the predicted patches of an image, then over images.
+    * The loss is a mean over the predicted patches of an image, then over images; there over all
+      patches, including those of the prefix.
     * No positions are added before the head, whose layers have biases and one width; there no
       biases and hidden layers of four times the width.
     """

@@ -43,12 +43,13 @@ class MaskedPredictions(NamedTuple):
 
 @register_method("cae")
 class CAE(KeptPatches):
-    """CAE (arXiv:2202.03026): MAE that predicts features, and BEiT's tokens from these.
+    """CAE (arXiv:2202.03026): predicts features of masked patches, and BEiT's tokens from them.
 
-    The encoder sees kept patches only; a regressor predicts what it would give for the masked ones,
-    and a decoder sees nothing but these predictions.
+    The encoder sees kept patches only. From its output a regressor predicts the encoder's features
+    of the masked patches. A decoder predicts the tokens from these predictions alone.
 
-    Loss: ``-log softmax(s)[token] + w mean (f - f')^2`` of masked patches.
+    Loss: ``-log softmax(s)[token] + w mean (f - f')^2`` of masked patches: s are the decoder's
+    scores, f the regressor's features, and f' the encoder's features.
 
     Published: ImageNet top-1 of ViT-B after 800 epochs 68.9 linear, 83.8 fine-tuned (authors'
     README).

@@ -163,13 +163,13 @@ class SoftColors(NamedTuple):
 
 
 def gamut_bins(size: int) -> Tensor:
-    """Return the a and b of the bins, (Q, 2), by a, then b: the paper's 313 with size 10.
+    """Return the bins of colors in CIELAB: their a and b, (Q, 2), sorted by a, then by b.
 
-    They are the corners of the squares of a grid that meet the convex hull of all colors of sRGB:
-    no line separates the hull from the square of twice the side around such a corner.
+    The bins are points of a square grid. A point is kept if at least one of the four grid cells
+    around it meets the convex hull of all sRGB colors. Size 10 gives the 313 bins of the paper.
 
     Args:
-        size: Distance of two neighbors of the grid.
+        size: Distance between neighboring grid points, in units of a and b.
     """
     levels = np.linspace(0, 1, 33, dtype=np.float32)
     rgb = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(1, -1, 3)

@@ -49,6 +49,8 @@ Inputs: TypeAlias = tuple[list[Tensor], Tensor | None, list[Tensor]]
 class MSN(PrototypeLayer, EMATeacher):
     """MSN (arXiv:2204.07141): assigns views with hidden patches to the clusters of the whole view.
 
+    ``power`` above 0 gives PMSN (arXiv:2210.07277), whose cluster sizes follow a power law.
+
     Loss: ``CE(sharpened t, s) - lambda H(mean s)`` (eq. 2).
 
     Use it for transformers that get few labels afterwards.
@@ -59,8 +61,8 @@ class MSN(PrototypeLayer, EMATeacher):
     * Learning rate and weight decay are those of the current step; there of the next one. Gradients
       of prototypes are clipped with the others.
     * Positions of the 96-pixel crops are interpolated with antialiasing, as in DINO.
-    * PMSN: Sinkhorn-Knopp balances targets by the power law, too. Its authors' code was not
-      available.
+    * With ``power`` above 0, Sinkhorn-Knopp also balances the targets by the power law. The
+      authors' code of PMSN was not available.
     """
 
     paper = "Assran et al., Masked Siamese Networks for Label-Efficient Learning, ECCV 2022"

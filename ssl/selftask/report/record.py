@@ -188,7 +188,10 @@ class RunRecord:
 
     @cached_property
     def clock(self) -> Clock:
-        """Epochs and training time at each row of training; ``step_s`` includes evaluations."""
+        """Steps, epochs and seconds of training at each row of training, after an entry of zeros.
+
+        The time of evaluations, which ``step_s`` of a row includes, is subtracted.
+        """
         steps, epochs, seconds = [0], [0.0], [0.0]
         evaluated_s = 0.0  # since the last row; the evaluation at step 0 is before the first step
         for row in self.rows:

@@ -171,7 +171,10 @@ def _os_errors_logged() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """Return an error's message, with its type and a hint unless it is a UserError or RunError."""
+    """Return an error's message, with its type unless it is a UserError or RunError.
+
+    If memory or disk space ran out, the message includes advice.
+    """
     message = message_of(error)
     if isinstance(error, torch.OutOfMemoryError):
         return (

@@ -33,7 +33,7 @@ class InitRule:
 
 @dataclass(frozen=True, kw_only=True)
 class InitConfig(Section):
-    """Weights to start from; not to be confused with ``resume``."""
+    """Weights to start a new run from; not read if ``resume`` continues from a checkpoint."""
 
     backbone: str | None = setting(None, path=True)
     """Weights to start from: a file, a run, ``timm:NAME`` or ``torchvision:NAME``; ``RUN@best`` and
@@ -55,7 +55,7 @@ class InitConfig(Section):
     ``["conv1.*"]``.
     """
     head: bool = False
-    """Whether to load the head as well, from a checkpoint of the run."""
+    """Whether to load the head as well; ``backbone`` must be a run or a checkpoint of a run."""
     rules: list[InitRule] = setting([], also=["init_cfg"])
     """Rules for initial values, such as ``[{type: Linear, by: trunc_normal, args: {std: 0.02}}]``,
     applied in order after the weights are loaded.

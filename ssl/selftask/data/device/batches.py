@@ -137,5 +137,5 @@ def to_canvas(images: list[np.ndarray], new: Allocator) -> tuple[Tensor, np.ndar
 
 
 def sizes_in_canvas(sizes: np.ndarray) -> Tensor | None:
-    """Return the sizes as float32 (B, 2), or None if all are equal and fill the canvas."""
+    """Return the sizes as float32 (B, 2); None if all are equal, so that they fill the canvas."""
     return None if (sizes == sizes[0]).all() else torch.from_numpy(sizes.astype(np.float32))

@@ -53,7 +53,7 @@ def map_images(
     num_workers: int,
     silence_s: float | None = None,
 ) -> Iterator[tuple[int, T | Lost]]:
-    """Yield ``(index, look(index))`` for each index in any order, computed in several processes.
+    """Yield ``(index, examine(index))`` for each index, in any order, from several processes.
 
     Args:
         examine: Runs in a forked process; the result must be picklable. Errors end the iteration.

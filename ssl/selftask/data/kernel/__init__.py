@@ -61,7 +61,10 @@ def fits(height: int, width: int) -> bool:
 
 
 def variants() -> tuple[str, ...]:
-    """Return the instruction sets that this processor can use, the one in use first."""
+    """Return the kernel's instruction sets that this processor supports, the one in use first.
+
+    Empty if the kernel is not installed.
+    """
     return _augment.variants() if _augment is not None else ()
 
 

@@ -35,6 +35,10 @@ def open_data(data: DataConfig) -> Sources:
 
     Also sets the process-wide settings of reads: timeout, retries and limits of size. Forked
     processes inherit them.
+
+    Raises:
+        UserError: If a source cannot be opened, or a validation set has another number of channels
+            or other classes than the training images.
     """
     limits = data.max_bytes, data.max_scans, data.max_pixels
     set_policy(Policy(data.read_timeout_s, data.read_retries, *limits))

@@ -95,7 +95,7 @@ class RandomResizedCrop(Transform):
 class Resize(Transform):
     """Resize the shorter side to ``size``, keeping the aspect ratio.
 
-    The longer side gets at most 65,535 pixels, also if the image is a line.
+    The longer side is limited to 65,535 pixels. If the limit applies, the aspect ratio changes.
     """
 
     resizes = "shorter side"

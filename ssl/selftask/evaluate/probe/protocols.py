@@ -11,7 +11,11 @@ Name = Literal["dinov2", "mae", "moco", "simclr", "vissl", "lejepa", "attentive"
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """How heads are trained, and on which features."""
+    """Settings of a linear evaluation: how heads are trained, and on which features.
+
+    ``lr``, ``weight_decay``, ``blocks`` and ``pool`` are the values of a grid. One head is trained
+    for each combination; see ``Probe``.
+    """
 
     paper: str
     optimizer: str
@@ -25,7 +29,9 @@ class Protocol:
     lr: list[float]
     weight_decay: list[float] = field(default_factory=lambda: [0.0])
     blocks: list[int] = field(default_factory=lambda: [1])
+    """Numbers of last blocks whose features are concatenated."""
     pool: list[Pool] = field(default_factory=lambda: ["class"])
+    """Poolings of the features of a block, see ``Probe.pool``."""
     norm: Literal["none", "batch", "layer"] = "none"
     """Normalization of the features before the head, without learned parameters."""
 

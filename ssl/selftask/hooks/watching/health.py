@@ -167,7 +167,7 @@ def _sample(task: Task) -> Tensor:
 
 
 def embedding_std(rows: Tensor) -> Tensor:
-    """Return sqrt(E) times the mean standard deviation of unit-length (N, E) rows; 0 to 1."""
+    """Return sqrt(E) times the mean standard deviation of rows (N, E), normalized first; 0 to 1."""
     directions = F.normalize(rows, dim=1)
     return directions.std(dim=0).mean() * rows.shape[1] ** 0.5
 

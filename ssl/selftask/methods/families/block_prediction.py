@@ -92,7 +92,10 @@ class BlockPrediction(Method):
             )
 
     def network_options(self, backbone: nn.Module) -> dict[str, Any]:
-        """Return the arguments of ``build_kept_network`` that the config sets.
+        """Check the backbone, set ``self.masks``, and return options of ``build_kept_network``.
+
+        Returns:
+            The arguments ``initialize``, ``dim``, ``depth`` and ``num_heads``.
 
         Raises:
             UserError: If the method cannot train the backbone.

@@ -33,12 +33,14 @@ def save_onnx(backbone: nn.Module, folder: Path, facts: dict[str, Any]) -> Path:
     """Write ``backbone.onnx``; return its path.
 
     The input ``images`` (B, C, S, S) is float32 and normalized, the output ``features`` is (B, E),
-    and B is dynamic. The content of ``backbone.json`` is stored as the property ``selftask``.
+    and B is dynamic. S is the only size that the backbone accepts, if there is one. Otherwise it is
+    ``input_size`` of ``facts``, or 224. The content of ``backbone.json`` is stored as the property
+    ``selftask``.
 
     Args:
         backbone: The backbone.
         folder: Folder to write to.
-        facts: Metadata, see ``save_backbone``; images have its fixed size or ``input_size``.
+        facts: Metadata, see ``save_backbone``.
 
     Raises:
         UserError: If torch cannot export this backbone as a graph, or its weights exceed 2 GB, the
