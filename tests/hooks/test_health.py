@@ -18,6 +18,7 @@ from torch import nn
 import tiny
 from selftask.hooks.watching.health import Health, effective_rank, embedding_std, mean_cosine
 from selftask.hooks.watching.progress import ProgressBar
+from selftask.models.backbones.small_resnet import SmallResNet
 
 
 def test_statistics_by_their_definitions() -> None:
@@ -66,6 +67,17 @@ def test_a_learning_rate_that_is_lost_in_rounding(
     assert "so it is far too small or no gradient arrives: raise optimizer.lr" in message
 
 
+def test_a_network_whose_output_is_detached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of the head move, and decay moves those of the network."""
+    forward = SmallResNet.forward
+    monkeypatch.setattr(SmallResNet, "forward", lambda self, x: forward(self, x).detach())
+    train(tmp_path, "simclr", 40, "train.log_every=20", "optimizer.weight_decay=0.1")
+    (message,) = [text for text in warnings(caplog.records) if "gradient" in text]
+    assert message.startswith("step 20: no gradient reaches the backbone, so only the layers")
+
+
 def test_weights_that_stop_when_the_rate_is_zero(caplog: pytest.LogCaptureFixture) -> None:
     """Weights that have moved are not copied again, unless the learning rate is 0."""
     weight = torch.nn.Parameter(torch.ones(8))
@@ -76,6 +88,7 @@ def test_weights_that_stop_when_the_rate_is_zero(caplog: pytest.LogCaptureFixtur
         optimizer=optimizer, loss=loss, base_model=None, should_log=True, where=0.5
     )
     health, copied = Health(), []
+    health.is_reached = True
     for task.steps_done in range(20, 30):
         group["lr"] = 0.1 if task.steps_done < 26 else 0.0
         health.on_backward(task)
@@ -84,6 +97,7 @@ def test_weights_that_stop_when_the_rate_is_zero(caplog: pytest.LogCaptureFixtur
         health.on_update(task)
     assert copied == [True] + 5 * [False] + [True] + 3 * [False]  # warned of once
     resumed = Health()
+    resumed.is_reached = True
     resumed.load_state_dict(health.state_dict())
     resumed.on_backward(task)
     assert resumed.before is None  # warned of already

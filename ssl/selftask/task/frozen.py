@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 from torch import nn
 
@@ -24,9 +25,12 @@ class FrozenParameters:
             if steps:
                 self.until.setdefault(steps, []).append(parameter)
 
+    def now(self, steps_done: int) -> set[nn.Parameter]:
+        """Return the parameters that are frozen after ``steps_done`` steps."""
+        frozen = (group for steps, group in self.until.items() if steps_done < steps)
+        return set(chain.from_iterable(frozen))
+
     def drop_gradients(self, steps_done: int) -> None:
         """Remove the gradients of all parameters that are frozen after ``steps_done`` steps."""
-        for steps, parameters in self.until.items():
-            if steps_done < steps:
-                for parameter in parameters:
-                    parameter.grad = None
+        for parameter in self.now(steps_done):
+            parameter.grad = None

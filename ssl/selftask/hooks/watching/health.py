@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.hooks.base import Hook, Task
-from selftask.hooks.gradients.trained import updated_parameters
+from selftask.hooks.gradients.trained import parameters_of_optimizers, updated_parameters
 from selftask.hooks.watching.limits import (
     CHANCE_AT_WHERE,
     CHANCE_STEPS,
@@ -55,12 +55,16 @@ class Health(Hook):
         self.warned: set[str] = set()
         self.before: Tensor | None = None  # values of the weights before this step
         self.moved = False  # whether the weights have changed in a logged step
+        self.is_reached = False  # whether a gradient has reached the backbone
         self.ratios: list[float] = []  # the first and the smallest chance_ratio of the run
 
     def on_backward(self, task: Task) -> None:
-        if not task.should_log or not self._may_warn(task, "weights"):
+        if not task.should_log:
             return
-        if not self.moved or _peak(task) == 0:  # weights that changed keep changing
+        if not self.is_reached and self._may_warn(task, "gradients"):
+            self._check_gradients(task)
+        # weights that changed keep changing
+        if self._may_warn(task, "weights") and (not self.moved or _peak(task) == 0):
             self.before = _sample(task)
 
     def on_update(self, task: Task) -> None:
@@ -101,6 +105,22 @@ class Health(Hook):
                 "weaker views.*.transforms",
             )
         return ratio
+
+    def _check_gradients(self, task: Task) -> None:
+        """Warn if no trained parameter of the backbone has a gradient: its output is detached."""
+        frozen = task.frozen.now(task.steps_done)
+        updated = set(parameters_of_optimizers(task))
+        backbone = task.base_model.backbone.parameters()
+        trained = [p for p in backbone if p in updated and p not in frozen]
+        gradients = local_parts([p.grad for p in trained if p.grad is not None])
+        self.is_reached = any(bool(part.any()) for part in gradients)
+        if trained and not self.is_reached:
+            self._warn(
+                task,
+                "gradients",
+                "no gradient reaches the backbone, so only the layers after it learn. Look for "
+                ".detach() or torch.no_grad() in the backbone, the method or a hook",
+            )
 
     def _check_weights(self, task: Task, ratio: float | None) -> None:
         before, self.before = self.before, None
