@@ -46,7 +46,7 @@ LEFT_OUT = ("cmc", "igpt")
 OF_PHOTOGRAPHS = (
     *("simclr", "mae", "dino", "barlow", "swav", "byol", "ijepa", "moco", "vicreg", "rotation"),
     *("simsiam", "ibot", "nnclr", "supervised", "mmcr", "data2vec", "deepcluster", "tico"),
-    *("lejepa", "npid", "simmim", "dinov2", "ressl", "maskfeat"),
+    *("lejepa", "npid", "simmim", "dinov2", "ressl", "maskfeat", "frossl", "wmse"),
 )
 """Methods that train on photographs: one of each family first."""
 # Distortions of configs/base/digits.yaml, digits_gentle.yaml and digits_masked.yaml. A recipe's own
