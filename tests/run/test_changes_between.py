@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 import tiny
-from selftask.checkpoint import manifest, rotation
+from selftask.checkpoint import nested, rotation
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import Component
@@ -163,7 +163,7 @@ def test_labels_alone(tmp_path: Path) -> None:
         np.savez(path, images=np.zeros((3, 8, 8, 3), np.uint8), labels=labels)
         prints.append(fingerprint(open_source(Component(name="array", args={"path": str(path)}))))
     assert differences(*prints) == ["other labels"]
-    manifest.check_plain(prints[0])
+    nested.check_plain(prints[0])
 
 
 def test_the_jump_of_another_length_is_logged_before_the_first_step(
