@@ -67,9 +67,8 @@ def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         check_nesting(state)
     except Exception as error:  # for a damaged zip, torch raises five kinds
-        raise DamagedCheckpoint(
-            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        ) from error
+        reason = str(error).partition("\n")[0]
+        raise DamagedCheckpoint(f"{type(error).__name__}: {reason}") from error
     if not isinstance(state, dict):
         raise DamagedCheckpoint("holds no state dict")
     return state

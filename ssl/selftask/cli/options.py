@@ -34,7 +34,7 @@ def run_subcommand(commands: Mapping[str, tuple[str, str]], argv: list[str]) -> 
 
 
 def is_setting(word: str) -> bool:
-    """Return whether a word is ``key=value``, and not a path or ``RUN@STEP`` with ``=``."""
+    """Return whether a word is ``key=value``; a path or ``RUN@STEP`` that exists is none."""
     return "=" in word and not (exists(word) or exists(word.rpartition("@")[0] or word))
 
 

@@ -329,7 +329,11 @@ class AnyFlag:
         self._group = None if self._alone else host_group()
 
     def poll(self, is_set: bool) -> bool:
-        """Start a reduction of this rank's flag, and return the result of the previous one."""
+        """Start a reduction of this rank's flag, and return the result of the previous one.
+
+        Args:
+            is_set: The flag. The result is True if it is set on any rank.
+        """
         if self._alone:
             return is_set
         previous = self.drain()

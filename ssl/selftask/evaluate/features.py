@@ -157,7 +157,12 @@ class FileFeatures:
 
 
 def check_finite(features: Tensor, subject: str) -> None:
-    """Raise UserError if values of some images (B, ...) are not finite."""
+    """Raise UserError if the features of any image are not finite.
+
+    Args:
+        features: Features of the images, (B, ...).
+        subject: Beginning of the message.
+    """
     if broken := int((~features.isfinite()).flatten(1).any(dim=1).sum()):
         raise UserError(
             f"{subject} of {broken} of {len(features)} images are not finite: the weights are "

@@ -62,10 +62,10 @@ def measure_geolocation(
     device: torch.device,
     tell: Callable[[str], None] = log.info,
 ) -> dict[str, float]:
-    """Return the share of test images that are placed within each distance.
+    """Return the share of test images whose location is estimated within each distance.
 
-    The place of an image is that of the most similar training image. With k neighbors it is the
-    place of the neighbor at which their density is highest, a sum of Gaussians over neighbors.
+    The estimate is the location of the most similar training image. With k neighbors it is the
+    location of the neighbor at which their density, a sum of Gaussians over neighbors, is highest.
     Several ranks share the images.
 
     Args:

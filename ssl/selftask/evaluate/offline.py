@@ -95,7 +95,7 @@ def evaluate_backbone(
             figures = evaluate_features(model, evaluations, train, test)
         row |= of_set(name, figures)
         if learning:
-            row |= of_set(name, _describe_labels(name, train, test, counts[name], tell))
+            row |= of_set(name, _report_labels(name, train, test, counts[name], tell))
         else:
             row |= of_set(name, {"test_images": len(test)})
     return row | on_images
@@ -125,14 +125,14 @@ def _extract(
     return {}
 
 
-def _describe_labels(
+def _report_labels(
     name: str,
     train: Features,
     test: Features,
     expected: LabelCounts | None,
     tell: Callable[[str], None],
 ) -> dict[str, float]:
-    """Tell the labels of the readable images of a test set, and return them as metrics."""
+    """Report the labels of the readable images of a test set, and return them as metrics."""
     counts = LabelCounts.of_targets(
         train.targets,
         test.targets,

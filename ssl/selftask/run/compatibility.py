@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,7 @@ def check_same_run(config: Config, out: Path) -> None:
     """
     if not resumes(config, out):
         return
-    saved = out / "config.yaml"
-    try:
-        before, now = _fixed(read_yaml(saved)), _fixed(config.to_dict())
-    except (UnreadableFile, ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{saved}: is damaged, so nothing says whether this is the same run; if it is, remove "
-            "that file and start the same command again"
-        ) from error
+    before, now = _fixed(_saved_config(out)), _fixed(config.to_dict())
     if config.train.precision == "auto":  # the task settles it, and is checked once more
         del before["train"]["precision"], now["train"]["precision"]
     differences = list(changes(before, now, ""))
@@ -70,9 +64,29 @@ def allowed_changes(config: Config, out: Path) -> list[str]:
             "parallel": values.get("parallel"),
             "hooks": values.get("hooks"),
         }
-        for values in (read_yaml(out / "config.yaml"), config.to_dict())
+        for values in (_saved_config(out), config.to_dict())
     )
     return [*changes(before, now, "")]
+
+
+def _saved_config(out: Path) -> dict[str, Any]:
+    """Return the content of ``config.yaml`` in ``out``.
+
+    Raises:
+        UserError: If it cannot be read, or a section is not a mapping.
+    """
+    saved = out / "config.yaml"
+    with suppress(UnreadableFile):
+        config = read_yaml(saved)
+        sections = (*_SECTIONS, "train", "parallel", "hooks")
+        if isinstance(config, dict) and all(
+            isinstance(config.get(s) or {}, dict) for s in sections
+        ):
+            return config
+    raise UserError(
+        f"{saved}: is damaged, so nothing says whether this is the same run; if it is, remove "
+        "that file and start the same command again"
+    )
 
 
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def gradient_reductions(
 ) -> dict[str | None, Callable[[], None]]:
     """Return functions that average gradients over ranks and drop those of frozen parameters.
 
-    They do not refer to the task, so that its memory is freed as soon as the last user drops it.
+    They do not refer to the task, so that its memory is freed as soon as nothing else does.
 
     Args:
         task: The task.

@@ -97,5 +97,5 @@ def check_words(
     for key in sorted({word.lstrip("+~").partition("=")[0] for word in words} - short):
         section = key.partition(".")[0]
         if section not in known_sections or (section == "train" and key not in OF_TRAIN):
-            keys = {*short, *known_sections, *OF_TRAIN} - {"train"}
-            raise UserError(f"{command}: there is no {key!r}; {nearest(key, keys)}")
+            valid = {*short, *known_sections, *OF_TRAIN} - {"train"}
+            raise UserError(f"{command}: there is no {key!r}; {nearest(key, valid)}")

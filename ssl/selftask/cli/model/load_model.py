@@ -132,7 +132,7 @@ def open_frozen(
     taken, there = facts.get("channels", 3), channels_of(sources.train)
     if taken != there:
         raise UserError(f"data: its images have {there} channels, and {address} takes {taken}")
-    return Frozen(backbone, facts, config, sources, _device(config))
+    return Frozen(backbone, facts, config, sources, _set_up_device(config))
 
 
 def _open_images(config: Config, trust: bool) -> Sources:
@@ -153,8 +153,8 @@ def _log_origins(config: Config, without: str) -> None:
         LOGGER.debug("config: %s", line)
 
 
-def _device(config: Config) -> torch.device:
-    """Return the device to compute on, after setting its number of threads if it was typed."""
+def _set_up_device(config: Config) -> torch.device:
+    """Set the number of threads if it was typed, and return the device to compute on."""
     import torch
 
     from selftask.distributed.device import keep_freed_memory, pick_device

@@ -141,7 +141,7 @@ def _scalar(value: Any, kind: type) -> Any:
 def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
     if value is False and "no" in choices:  # yaml reads the word as false
         return "no"
-    if value in ("no", "off") and any(choice is False for choice in choices):  # Hydra does not
+    if value in ("no", "off") and any(choice is False for choice in choices):  # as yaml
         return False
     for choice in choices:
         if value == choice and isinstance(value, bool) == isinstance(choice, bool):

@@ -148,7 +148,10 @@ def image_section(title: str, html: str, id: str, sprite: Sprite | None = None) 
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Return paths as printable text, without the leading folders or the file that all share."""
+    """Return paths as printable text, without the leading folders that all of them share.
+
+    Of rows of one file, such as ``table.csv:17``, only the number of the row remains.
+    """
     parts = [path.split("/") for path in paths]
     shared = 0
     if len(parts) > 1:
