@@ -1,9 +1,9 @@
 """The ledger of proofs: proofs of each method, with the version of the code and the figures.
 
 ``proofs/METHOD.json`` contains the newest entry of each proof. An entry is valid only while its
-digest equals that of the files on which it depends. These are the code of the method, of everything
-that its recipe names and of their imports (``own``), and the code of the proof and the engine.
-Comments and docstrings do not count.
+digest equals that of the files on which it depends. These are the recipe and code of the method, of
+everything that its recipe names and of their imports (``own``), and the code of the proof and the
+engine. The engine includes what every method imports. Comments and docstrings do not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import gates
 from import_graph import PACKAGE, ROOT, Graph
 from selftask.config.load import load_config
-from selftask.registry import REGISTRIES, Registry
+from selftask.registry import METHODS, REGISTRIES, Registry
 from weight import code
 
 LEDGER = ROOT / "proofs"
@@ -128,37 +128,46 @@ def graph() -> Graph:
 
 
 OWN = ("methods", "backbones", "sources", "samplers", "transforms", "optimizers", "schedules")
+EVERY_METHOD = ("selftask.methods.base",)
+"""What every method imports."""
 
 
 @cache
 def own_files(method: str) -> frozenset[Path]:
-    """Return the files of the method, the parts in its digits recipe and imports, and recipes.
+    """Return the digits recipe, the files of the method and of what the recipe names, and imports.
 
-    The files of the teacher's run are included if its gate has one.
+    Files that every method imports are left out. The files of the teacher's run are included if its
+    gate has one.
     """
     recipe = ROOT / "configs" / method / "digits.yaml"
     taught_by = gates.TEACHER.search(recipe.read_text(encoding="utf-8"))
     teacher = own_files(taught_by[1].partition("/")[0]) if taught_by else frozenset()
-    recipes = [recipe, *(ROOT / "configs/base").glob("*.yaml")]
-    return _with_imports(method, [REGISTRIES[kind] for kind in OWN]).union(recipes, teacher)
+    own = _with_imports(method, [REGISTRIES[kind] for kind in OWN])
+    return (own - _imported(EVERY_METHOD)).union([recipe], teacher)
 
 
 @cache
 def files(method: str, proof: str) -> frozenset[Path]:
     """Return all files on which a proof depends, with hooks, evaluations and train step."""
-    engine = graph().closure(PROOFS[proof].roots)
+    engine = _imported((*EVERY_METHOD, *PROOFS[proof].roots))
     kernel = [*PACKAGE.rglob("*.c"), *PACKAGE.rglob("*.h")]
     tests = [ROOT / name for name in PROOFS[proof].files]
+    recipes = (ROOT / "configs/base").glob("*.yaml")
     named = _with_imports(method, REGISTRIES.values())
-    return own_files(method).union(named, (graph().files[m] for m in engine), kernel, tests)
+    return own_files(method).union(named, engine, kernel, tests, recipes)
 
 
 def _with_imports(method: str, registries: Iterable[Registry]) -> frozenset[Path]:
-    """Return the files of all names in a method's recipe, and of their imports."""
+    """Return the files of the method and of all names in its recipe, and of their imports."""
     words = {method, *_strings(load_config(f"{method}/digits", []).to_dict())}
+    words -= {*METHODS.names()} - {method}  # keys such as `train.seed` and `optimizer.clip`
     named = {r.address(word).path for r in registries for word in words if word in r}
-    modules = graph().closure(graph().module_of(path) for path in named)
-    return frozenset(graph().files[module] for module in modules)
+    return _imported(graph().module_of(path) for path in named)
+
+
+def _imported(modules: Iterable[str]) -> frozenset[Path]:
+    """Return the files of modules and of all that they import."""
+    return frozenset(graph().files[module] for module in graph().closure(modules))
 
 
 def digest(method: str, proof: str) -> str:
