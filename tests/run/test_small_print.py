@@ -20,6 +20,9 @@ def test_floats_have_nine_digits() -> None:
     assert json_row({"a": 0.1 + 0.2 + 0.128, "b": float("nan"), "c": 3}) == (
         '{"a": 0.428, "b": null, "c": 3}'
     )
+    assert json_row({'"': 2.0, "e": 1e-5, "g": -1.23456789012e10}) == (
+        '{"\\"": 2.0, "e": 1e-05, "g": -1.23456789e+10}'
+    ), "a float stays a float"
 
 
 @pytest.fixture
