@@ -75,40 +75,31 @@ def main(argv: list[str]) -> int:
     imports, words = take("import", words)
     if len(words) != 1:
         raise UserError(f"export needs one RUN or model\n{USAGE}")
-    to = options.get("--to", "safetensors")
+    (address,) = words
+    to, name, out = options.get("--to", "safetensors"), options.get("--name"), options.get("--out")
     check_known(to, FORMATS, f"export: --to {to}")
-    import_plugins([f"import={imports}"] if imports else [])
-    name = options.get("--name")
     if name is not None and (to not in ("safetensors", *LIBRARIES) or "/" in name):
         raise UserError(
             f"export: --name {name}: renames backbone.pt only, and must not contain a folder"
         )
-    checkpoint, out = named_checkpoint(words[0]), options.get("--out")
-    if checkpoint is not None:
-        words = [str(checkpoint.parent.parent)]
-    run = Path(local_run(words[0], num_checkpoints=None))
     average = Average(options.get("--weights"), options.get("--average"))
+    import_plugins([f"import={imports}"] if imports else [])
+    checkpoint = named_checkpoint(address)
+    if checkpoint is not None:
+        address = str(checkpoint.parent.parent)
+    run = Path(local_run(address, num_checkpoints=None))
     if out is not None and not is_remote(out):
         _check_no_other_run(expand_user(out), run)
     write_to: Callable[[Path], Path]
     try:
         if exists(run / "config.yaml"):
-            if weights is not None:
-                raise UserError(
-                    f"weights={weights}: {words[0]} is a run, and has its own; --weights ema or "
-                    "swa exports an average"
-                )
-            if prefix is not None:
-                raise UserError(f"prefix={prefix}: {words[0]} is a run, and has one backbone")
-            out = out or f"{words[0]}/export"
+            _check_options_of_run(address, weights, prefix)
+            out = out or f"{address}/export"
             kwargs: Any = {"trust": trust, "average": average, "checkpoint": checkpoint}
             write_to = partial(export_run, run, to=to, **kwargs)
-        elif average != Average():
-            raise UserError(f"export: --weights and --average need a run, and {words[0]} is none")
-        elif to == "checkpoint":
-            raise UserError(f"export: --to checkpoint needs a run, and {words[0]} is none")
         else:
-            backbone, facts = _open(words[0], weights, out, trust=trust, prefix=prefix)
+            _check_options_of_model(address, to, average)
+            backbone, facts = _open(address, weights, out, trust=trust, prefix=prefix)
             write_to = partial(write, backbone, facts=facts, to=to)
         assert out is not None, "_open has refused None"
         with output_folder(out) as folder:
@@ -118,6 +109,25 @@ def main(argv: list[str]) -> int:
         raise UserError(f"export: {error}; --out DIR writes to another folder") from error
     print(f"{out}/{path.name}" if is_remote(out) else path)
     return 0
+
+
+def _check_options_of_run(run: str, weights: str | None, prefix: str | None) -> None:
+    """Raise UserError for options that only other models have."""
+    if weights is not None:
+        raise UserError(
+            f"weights={weights}: {run} is a run, and has its own; --weights ema or swa exports an "
+            "average"
+        )
+    if prefix is not None:
+        raise UserError(f"prefix={prefix}: {run} is a run, and has one backbone")
+
+
+def _check_options_of_model(model: str, to: str, average: Average) -> None:
+    """Raise UserError for options that only runs have."""
+    if average != Average():
+        raise UserError(f"export: --weights and --average need a run, and {model} is none")
+    if to == "checkpoint":
+        raise UserError(f"export: --to checkpoint needs a run, and {model} is none")
 
 
 def _check_no_other_run(out: Path, model: Path) -> None:
@@ -193,19 +203,9 @@ def export_run(
     from selftask.config.load import load_config
     from selftask.hooks.export import facts
     from selftask.models.build import build_backbone
-    from selftask.models.weights.averages import kept_average, mean_backbone
-    from selftask.models.weights.export import shown
     from selftask.models.weights.load import load_weights
-    from selftask.models.weights.read import backbone_state, weights_at
-    from selftask.registry import METHODS
 
-    wanted: store.Wanted | None = _of_backbones
-    if to == "checkpoint":
-        wanted = None
-    elif average.kept is not None:
-        wanted = partial(_of_average, average.kept)
-    load = partial(store.load, wanted=wanted)
-    read = partial(store.load_with, {"backbone": str, "clock": dict}, read=load)
+    read = _reader(to, average)
     loaded = (
         store.load_newest(run / "checkpoints", read)
         if checkpoint is None
@@ -214,32 +214,66 @@ def export_run(
     if loaded is None:
         raise UserError(f"{run}: has no checkpoint yet")
     state, path = loaded
+    step = int(state["clock"]["steps_done"])
     if to == "checkpoint":
-        return store.write(state, out, int(state["clock"]["steps_done"]))
+        return store.write(state, out, step)
     config = load_config(str(run / "config.yaml"), [], trust=trust)
     channels = state.get("channels", 3)
+    weights, averaging = _backbone_weights(run, state, average, read)
     backbone = build_backbone(config.backbone, channels)
-    averaging = None
-    if average.kept is not None:
-        weights, averaging = kept_average(state, average.kept), average.kept
-    elif average.checkpoints is not None:
-        paths = _newest(run, average.checkpoints)
-        weights = mean_backbone(map(read, paths))
-        averaging = f"mean of {', '.join(path.stem for path in paths)}"
-    else:
-        weights = backbone_state(state)
     load_weights(backbone, weights, what=str(path))
-    if averaging is not None:
-        backbone = _with_statistics(backbone, config, trust=trust)
-    step = int(state["clock"]["steps_done"])
     meta = facts(config, step, channels, averaging)
+    if averaging is None:
+        _write_students(config, state, path, meta, out, to)
+    else:
+        backbone = _with_statistics(backbone, config, trust=trust)
+    return write(backbone, out, meta, to)
+
+
+def _reader(to: str, average: Average) -> Callable[[Path], dict[str, Any]]:
+    """Return a function that reads what an export needs of a checkpoint."""
+    from selftask.checkpoint import store
+
+    wanted: store.Wanted | None = _of_backbones
+    if to == "checkpoint":
+        wanted = None
+    elif average.kept is not None:
+        wanted = partial(_of_average, average.kept)
+    load = partial(store.load, wanted=wanted)
+    return partial(store.load_with, {"backbone": str, "clock": dict}, read=load)
+
+
+def _backbone_weights(
+    run: Path, state: dict[str, Any], average: Average, read: Callable[[Path], dict[str, Any]]
+) -> tuple[Any, str | None]:
+    """Return the state of the backbone or of its average, and a description of the average."""
+    from selftask.models.weights.averages import kept_average, mean_backbone
+    from selftask.models.weights.read import backbone_state
+
+    if average.kept is not None:
+        return kept_average(state, average.kept), average.kept
+    if average.checkpoints is not None:
+        paths = _newest(run, average.checkpoints)
+        return mean_backbone(map(read, paths)), f"mean of {', '.join(path.stem for path in paths)}"
+    return backbone_state(state), None
+
+
+def _write_students(
+    config: Config, state: dict[str, Any], path: Path, meta: dict[str, Any], out: Path, to: str
+) -> None:
+    """Write the further students of the method to folders of their names in ``out``."""
+    from selftask.models.build import build_backbone
+    from selftask.models.weights.export import shown
+    from selftask.models.weights.load import load_weights
+    from selftask.models.weights.read import weights_at
+    from selftask.registry import METHODS
+
     kind = METHODS[config.method.name]
     students = kind(kind.Config(**config.method.args)).further_backbones()
-    for name, component in students.items() if averaging is None else ():
-        student = build_backbone(component, channels)
+    for name, component in students.items():
+        student = build_backbone(component, state.get("channels", 3))
         load_weights(student, weights_at(state, f"model.further.{name}.backbone"), what=str(path))
         write(student, out / name, {**meta, "architecture": shown(component)}, to)
-    return write(backbone, out, meta, to)
 
 
 def _of_backbones(state: Mapping[str, Any], name: str) -> bool:
