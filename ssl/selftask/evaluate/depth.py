@@ -5,8 +5,9 @@ Images of S x S pixels, patches in a grid of h x w, C bins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,13 @@ from selftask.data.loading.open_data import Sources
 from selftask.distributed.accelerator import forked_rng
 from selftask.errors import UserError
 from selftask.evaluate.dense.depth_maps import UNKNOWN, DepthImages
-from selftask.evaluate.dense.heads import HeadOptions, check_choice, fit_heads, sample_patches
+from selftask.evaluate.dense.heads import (
+    HeadOptions,
+    Scores,
+    check_choice,
+    fit_heads,
+    sample_patches,
+)
 from selftask.evaluate.dense.masks import IGNORED
 from selftask.evaluate.dense.patches import PatchFeatures, limited, square_batches
 from selftask.evaluate.on_ranks import in_order
@@ -132,18 +139,7 @@ def evaluate_depth(
             f"{features.nbytes / 1e6:,.1f} MB"
         )
 
-        def measure(batch: Batch) -> dict[str, list[Tensor]]:
-            results: dict[str, list[Tensor]] = {name: [] for name in heads}
-            depths = batch.extras["depth"].to(device)
-            for dense, depth in zip(patches(batch.all_views[0]), depths, strict=True):
-                for name, head in heads.items():
-                    scores = head(dense.flatten(1).T)  # (h * w, C)
-                    likely = scores.softmax(dim=1) if name == "linear" else scores
-                    coarse = (likely @ centers).view(1, 1, *dense.shape[1:])
-                    predicted = F.interpolate(coarse, (size, size), mode="bilinear")[0, 0]
-                    results[name].append(metrics(predicted, depth, options.counts(depth)).cpu())
-            return results
-
+        measure = partial(_measure, patches, heads, centers, options)
         tested = list(in_order(measure, square_batches(test, config, device, test.key)))
     row: dict[str, float] = {}
     for name in heads:
@@ -154,6 +150,26 @@ def evaluate_depth(
     row |= {f"depth_{name}": value for name, value in facts.items()}
     row |= {"train_images": len(train), "test_images": len(test)}
     return row | {"patches": len(shares), "size": size}
+
+
+def _measure(
+    patches: PatchFeatures,
+    heads: Mapping[str, Scores],
+    centers: Tensor,
+    options: DepthOptions,
+    batch: Batch,
+) -> dict[str, list[Tensor]]:
+    """Return the metrics (3,) of each image of a batch, by the name of the head."""
+    results: dict[str, list[Tensor]] = {name: [] for name in heads}
+    depths = batch.extras["depth"].to(centers.device)  # (B, S, S)
+    for dense, depth in zip(patches(batch.all_views[0]), depths, strict=True):
+        for name, head in heads.items():
+            scores = head(dense.flatten(1).T)  # (h * w, C)
+            likely = scores.softmax(dim=1) if name == "linear" else scores
+            coarse = (likely @ centers).view(1, 1, *dense.shape[1:])
+            predicted = F.interpolate(coarse, depth.shape, mode="bilinear")[0, 0]
+            results[name].append(metrics(predicted, depth, options.counts(depth)).cpu())
+    return results
 
 
 def _check_depths(key: str, any_counts: bool, options: DepthOptions) -> None:

@@ -209,17 +209,7 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
     try:
         with _stop_signals_raised():
             if world.rank == 0:
-                write_durably(task.out / "config.yaml", to_yaml(config))
-                environment.write(task.out, config.places)
-                copy_plugins(config, task.out)
-                _log_origins(config)
-                status.write("running", world_size=world.size)
-                text = f"RUN started: {config.recipe}, world size {world.size}"
-                images = task.sources.train.describe() if task.sources else ""
-                add_event(task.out, "start", text, world_size=world.size, images=images)
-                task.added_hooks["unreadable_images"] = UnreadableImages(
-                    lambda sentences: status.add(**{UNREADABLE: sentences})
-                )
+                _record_start(task, status)
             # The watchdog reports a hang first; the collectives' longer timeout is a fallback.
             report = partial(_report_failure, ending, upload)
             with watch_others(task.out, world, report):
@@ -247,6 +237,22 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
     if stopped_by and raises:
         raise Interrupted(stopped_by)
     return code
+
+
+def _record_start(task: Task, status: Status) -> None:
+    """Write config, environment and the code of plug-ins to the run folder; status is running."""
+    config, size = task.config, task.world.size
+    write_durably(task.out / "config.yaml", to_yaml(config))
+    environment.write(task.out, config.places)
+    copy_plugins(config, task.out)
+    _log_origins(config)
+    status.write("running", world_size=size)
+    text = f"RUN started: {config.recipe}, world size {size}"
+    images = task.sources.train.describe() if task.sources else ""
+    add_event(task.out, "start", text, world_size=size, images=images)
+    task.added_hooks["unreadable_images"] = UnreadableImages(
+        lambda sentences: status.add(**{UNREADABLE: sentences})
+    )
 
 
 def _log_origins(config: Config) -> None:
