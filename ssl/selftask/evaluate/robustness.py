@@ -122,19 +122,7 @@ def measure_robustness(
             layers; with ``alexnet`` also if the number of classes is not that of ImageNet. Known
             labels are checked before features are computed.
     """
-    if sources.val is None:
-        raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
-    if len(config.eval.layers) > 1:
-        raise UserError(
-            "eval.layers: robustness is measured for one layer, such as eval.layers=[-1]"
-        )
-    test = limited(sources.val, options.images)
-    knn = Component(name="knn", args={"k": [options.k]})
-    counts = LabelCounts.of_sources(Sources(sources.train, test))
-    if counts is not None:
-        check_label_counts({"knn": knn}, counts)
-    if options.alexnet and counts is not None:
-        _check_imagenet(len(counts.classes))
+    test = _test_images(config, sources, options)
     plain, model = config.eval.transforms, evaluated_model(backbone, config.eval).to(device)
     if options.folder is None:
         corruptions = _made(test, plain, options.corruptions)
@@ -161,6 +149,28 @@ def measure_robustness(
         of_strengths = [error(features(*images)) for images in sets]
         errors[name] = sum(of_strengths) / len(of_strengths)
         tell(f"{name:15} {errors[name]:.3f}   {' '.join(f'{e:.3f}' for e in of_strengths)}")
+    return {**_means(clean, errors, options), "test_images": len(shown)}
+
+
+def _test_images(config: Config, sources: Sources, options: RobustnessOptions) -> Source:
+    """Return the test images; raise UserError if they, ``eval.layers`` or labels are wrong."""
+    if sources.val is None:
+        raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
+    if len(config.eval.layers) > 1:
+        raise UserError(
+            "eval.layers: robustness is measured for one layer, such as eval.layers=[-1]"
+        )
+    test = limited(sources.val, options.images)
+    counts = LabelCounts.of_sources(Sources(sources.train, test))
+    if counts is not None:
+        check_label_counts({"knn": Component(name="knn", args={"k": [options.k]})}, counts)
+        if options.alexnet:
+            _check_imagenet(len(counts.classes))
+    return test
+
+
+def _means(clean: float, errors: dict[str, float], options: RobustnessOptions) -> dict[str, float]:
+    """Return the means of the errors of all corruptions, and each of them, by column."""
     mean = sum(errors.values()) / len(errors)
     row = {
         "clean_error": clean,
@@ -170,7 +180,7 @@ def measure_robustness(
     if options.alexnet:
         ratios = [errors[name] / ALEXNET[name] for name in errors if name in ALEXNET]
         row["mean_corruption_error"] = sum(ratios) / len(ratios)
-    return row | {f"{name}_error": e for name, e in errors.items()} | {"test_images": len(shown)}
+    return row | {f"{name}_error": error for name, error in errors.items()}
 
 
 def _made(test: Source, plain: list[Component], names: list[str]) -> dict[str, Iterable[Images]]:
