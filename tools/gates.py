@@ -82,6 +82,11 @@ def recipe(method: str) -> Path:
     return ROOT / "configs" / method / "digits.yaml"
 
 
+def has_gate(method: str) -> bool:
+    """Return whether the recipe requires a gain."""
+    return PROMISE.search(recipe(method).read_text(encoding="utf-8")) is not None
+
+
 def run_in_scratch(method: str) -> Gate:
     """Run a gate in a temporary folder; return its figures."""
     with tempfile.TemporaryDirectory() as scratch:

@@ -28,9 +28,11 @@ State = Literal["proved", "engine changed", "method changed", "never proved"]
 
 @dataclass(frozen=True)
 class Proof:
-    """A kind of proof: its command, and the modules of its engine."""
+    """A kind of proof: what it shows, its command, and the modules of its engine."""
 
     name: str
+    shows: str
+    """Half a sentence for the page of a method."""
     roots: tuple[str, ...]
     """Modules of the engine; modules that they import belong to it, too."""
     files: tuple[str, ...]
@@ -43,22 +45,25 @@ TRAIN = ("selftask.cli.train",)
 PROOFS = {
     proof.name: proof
     for proof in (
-        Proof("gate", TRAIN, ("tools/gates.py",)),
-        Proof("ranks", ("selftask.cli.check",), ()),
+        Proof("gate", "the digits recipe learns as its header says", TRAIN, ("tools/gates.py",)),
+        Proof("ranks", "2 and 4 ranks give the result of one", ("selftask.cli.check",), ()),
         Proof(
             "kills",
+            "ten SIGKILLs do not change the result",
             TRAIN,
             ("tests/run/test_kill_matrix.py", "tests/tiny.py"),
             "test_five_kills_leave_no_trace",
         ),
         Proof(
             "reductions",
+            "two ranks give the result of one with every gradient reduction",
             ("selftask.task",),
             ("tests/parallel/test_matrix.py", "tests/tiny.py", "tests/ranks.py"),
             "test_two_ranks_are_one_under_every_reduction",
         ),
         Proof(
             "devices",
+            "steps on a simulated GPU do not wait for it, race or launch too many kernels",
             ("selftask.task",),
             (
                 "tests/task/test_imagined_device.py",
@@ -69,6 +74,7 @@ PROOFS = {
         ),
         Proof(
             "compiled",
+            "the compiled step is one graph and computes the same",
             ("selftask.task",),
             ("tests/task/test_train_steps.py", "tests/tiny.py"),
             "test_every_method_is_traced_whole",

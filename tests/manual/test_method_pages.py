@@ -50,6 +50,18 @@ def test_gates_are_those_of_the_ledger(made: dict[str, str]) -> None:
     assert f"{gate['figures']['trained']:.3f}" in row and gate["date"] in row
 
 
+def test_league_and_proofs_have_rows(made: dict[str, str]) -> None:
+    runs = json.loads((ROOT / "league/simclr.json").read_text())["digits"]["runs"]
+    mean = sum(runs[f"cost_{seed}"]["linear_top1"] for seed in (1, 2, 3)) / 3
+    (row,) = (line for line in made["simclr.md"].splitlines() if "on Distorted digits" in line)
+    assert (
+        f"3 seeds | {mean:.3f} ± " in row and "; raw pixels 0." in row and "; untrained 0." in row
+    )
+    date = json.loads((ROOT / "proofs/simclr.json").read_text())["kills"]["date"]
+    assert f"| kills | ten SIGKILLs do not change the result | {date} |" in made["simclr.md"]
+    assert "none, see the header of its digits recipe" in made["jigsaw.md"]
+
+
 def test_state_and_views_are_read_from_the_classes(made: dict[str, str]) -> None:
     assert "| `queue` |" in made["moco.md"]
     assert "| `covariance` | Moving average of the (uncentered) covariance" in made["tico.md"]

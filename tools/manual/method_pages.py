@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
 import sys
 import textwrap
@@ -20,8 +19,11 @@ from typing import Any
 from sphinx.application import Sphinx
 from torch import nn
 
+import gates
 import league_page
+import ledger
 import method_tables
+from league_plan import BASELINES, LEAGUES, is_done, network_of
 from manual import reference_pages
 from selftask.config.compose.recipes import shipped
 from selftask.config.reference import named
@@ -30,6 +32,7 @@ from selftask.registry import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "methods"  # of docs/
+LEDGER_PAGE = "[Proofs and their ledger](../testing.md#proofs-and-their-ledger)"
 REDUCTIONS = {
     "samples": "each image by itself",
     "gathered": "images of all ranks, gathered",
@@ -91,6 +94,7 @@ def page(card: method_tables.Card) -> str:
     lines += ["## When to use it", markdown(sentence(part(name, "Use it")))]
     lines += ["## What it needs and keeps", "\n".join(needs(name))]
     lines += ["## Figures", "\n".join(figures(name))]
+    lines += ["## Proofs", f"See {LEDGER_PAGE} for the commands.", "\n".join(proofs(name))]
     lines += ["## Recipes", "\n".join(recipes(name))]
     entry = named("methods", name)
     if entry.keys:
@@ -192,18 +196,20 @@ def attribute_texts(tree: ast.Module) -> dict[str, str]:
 
 
 def figures(name: str) -> Iterator[str]:
-    """Yield a table: the gate of the digits recipe, cost, published figures."""
+    """Yield a table: the gate of the digits recipe, the leagues, cost, published figures."""
     yield "| | |"
     yield "|---|---|"
-    gate = ledger(name).get("gate")
+    gate = ledger.read(name).get("gate")
     if gate:
-        found = gate["figures"]
         yield (
-            f"| `{name}/digits`, {found['metric']} | {found['trained']:.3f}, untrained network "
-            f"{found['untrained']:.3f}; the gate is + {found['margin']}; one seed, {gate['date']} |"
+            f"| `{name}/digits`, {gate.figures['metric']} | {gate.figures['trained']:.3f}, "
+            f"untrained network {gate.figures['untrained']:.3f}; the gate is + "
+            f"{gate.figures['margin']}; one seed, {gate.date} |"
         )
-    else:
+    elif gates.has_gate(name):
         yield f"| `{name}/digits` | no result in the ledger |"
+    for league in LEAGUES:
+        yield from league_row(name, league)
     if cost(name):
         yield f"| cost of an image, `supervised` being 1 | {cost(name)} |"
     published = markdown(part(name, "Published:").removesuffix("."))
@@ -211,10 +217,41 @@ def figures(name: str) -> Iterator[str]:
         yield f"| published | {_cell(published)} |"
 
 
-def ledger(name: str) -> dict[str, Any]:
-    path = ROOT / f"proofs/{name}.json"
-    result: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    return result
+def league_row(name: str, league: str) -> Iterator[str]:
+    """Yield the top-1 accuracies of a method in a league, and those of its baselines."""
+    entries = league_page.read(ROOT / "league", league)
+    if name not in entries or not is_done(entries[name], LEAGUES[league]):
+        return
+    runs = league_page.runs_of(entries[name], "cost")
+    texts = [top1(runs)]
+    for baseline in BASELINES:
+        of_network = league_page.runs_of(entries[baseline], network_of(name))
+        texts.append(f"{baseline.replace('_', ' ')} {top1(of_network)}")
+    yield (
+        f"| [league](../league.md) on {LEAGUES[league].title}, equal cost, linear and k-NN top-1, "
+        f"{len(runs)} seeds | {'; '.join(texts)} |"
+    )
+
+
+def top1(runs: list[dict[str, Any]]) -> str:
+    """Return linear and k-NN top-1 of runs, with their intervals."""
+    return " and ".join(league_page.shown(runs, figure) for figure in ("linear_top1", "knn_top1"))
+
+
+def proofs(name: str) -> Iterator[str]:
+    """Yield a table of the proofs in the ledger: what each shows, and when it passed last."""
+    yield "| proof | shows | passed |"
+    yield "|---|---|---|"
+    entries = ledger.read(name)
+    for proof in ledger.PROOFS.values():
+        entry = entries.get(proof.name)
+        if entry is not None:
+            passed = entry.date
+        elif proof.name == "gate" and not gates.has_gate(name):
+            passed = "none, see the header of its digits recipe"
+        else:
+            passed = "not run"
+        yield f"| {proof.name} | {proof.shows} | {passed} |"
 
 
 def cost(name: str) -> str:
