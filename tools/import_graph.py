@@ -18,7 +18,8 @@ PACKAGE = ROOT / "ssl" / "selftask"
 LEVELS = [
     {"errors", "registry", "classy", "files", "random", "distributed", "logs", "batch"},
     {"config", "checkpoint"},
-    {"data", "models", "optim", "meters", "parallel"},
+    {"data", "models", "optim", "meters"},
+    {"parallel"},
     {"hooks"},
     {"methods"},
     {"task"},

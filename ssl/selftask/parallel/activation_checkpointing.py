@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from selftask.models.features.sparse import VISIBLE
 from selftask.random.keyed import LAYER_DRAWS
 
 
@@ -36,8 +37,10 @@ def _checkpointed(kind: Any) -> Any:
             return kind.forward(self, *args, **kwargs)
         more: dict[str, Any] = {}
         inner, meter = partial(kind.forward, self), cast(Any, self._meter)
-        draws = LAYER_DRAWS.words is not None and not torch.compiler.is_compiling()
-        if _statistics(self) or meter is not None or draws:  # compiled graphs contain their draws
+        # draws and visible patches of this pass, which a compiled graph contains
+        has_state = LAYER_DRAWS.words is not None or VISIBLE.indices is not None
+        has_state = has_state and not torch.compiler.is_compiling()
+        if _statistics(self) or meter is not None or has_state:
             more["context_fn"] = partial(_contexts, self)
         if meter is not None:
             meter.measure(self, partial(inner, *args, **kwargs), (*args, *kwargs.values()))
@@ -60,15 +63,17 @@ def recompute(block: nn.Module, wanted: bool) -> None:
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the contexts of the first forward pass and of the recomputation."""
-    return nullcontext(), _recomputing(block, LAYER_DRAWS.words)
+    return nullcontext(), _recomputing(block, LAYER_DRAWS.words, VISIBLE.again())
 
 
 @contextmanager
-def _recomputing(block: nn.Module, words: Tensor | None) -> Iterator[None]:
+def _recomputing(
+    block: nn.Module, words: Tensor | None, visible: AbstractContextManager
+) -> Iterator[None]:
     meter: Any = block._meter
     if meter is not None:
         meter.close()
-    with keeping_statistics(block), LAYER_DRAWS.again(words):
+    with keeping_statistics(block), LAYER_DRAWS.again(words), visible:
         yield
 
 

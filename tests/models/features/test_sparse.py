@@ -21,6 +21,8 @@ from selftask.models.build import build_backbone
 from selftask.models.features.extract import adapter_of, extract, offers
 from selftask.models.features.levels import levels_of
 from selftask.models.features.sparse import VISIBLE, check_layers, see_visible_patches
+from selftask.parallel.activation_checkpointing import checkpoint_blocks
+from selftask.parallel.blocks import find_blocks
 
 TINY = {"depths": (1, 1, 1, 1), "dims": (4, 4, 6, 8)}
 Vectors = dict[tuple[int, int, int], Tensor]
@@ -103,6 +105,21 @@ def test_all_patches_visible_is_the_dense_network_and_other_passes_stay_dense(na
     assert torch.allclose(actual.pooled, expected.pooled, atol=1e-10)
     assert torch.equal(backbone.eval()(images), copy.deepcopy(backbone)(images))
     assert VISIBLE.indices is None
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_activation_checkpointing_changes_no_gradient(name: str) -> None:
+    backbone = _build(name)
+    images, visible = _inputs(backbone)
+    recomputed = copy.deepcopy(backbone)
+    blocks = find_blocks(recomputed)
+    checkpoint_blocks(blocks)
+    for network in (backbone, recomputed):
+        extract(network, images, visible=visible).pooled.square().sum().backward()
+    assert blocks
+    for mine, theirs in zip(recomputed.parameters(), backbone.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
 
 
 # -- a direct reference ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ B images, K visible patches of a grid of h x w, H x W positions of a map, S visi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,6 +52,10 @@ class VisiblePatches:
             yield
         finally:
             self._use(None, (0, 0))
+
+    def again(self) -> AbstractContextManager[None]:
+        """Return a context to recompute a part of the current pass, after its end."""
+        return nullcontext() if self.indices is None else self.only(self.indices, self.grid)
 
     def hidden(self, size: Grid) -> Tensor:
         """Return bool (B, 1, H, W), True for hidden positions of a map of H x W."""
