@@ -55,7 +55,7 @@ class TimmSwin(TimmModel):
                 if torch.is_grad_enabled() and getattr(block, "_is_recomputed", False):
                     raise UserError(
                         "parallel.activation_checkpointing: groups of patches of a Swin are not "
-                        "known in a recomputation; set it to false"
+                        "known in a recomputation; set it to none"
                     )
                 limit = partial(_limit, block, labels)
                 handles.append(block.attn.register_forward_pre_hook(limit, with_kwargs=True))
