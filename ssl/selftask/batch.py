@@ -74,9 +74,9 @@ class Extras(dict[str, Tensor]):
 class Batch:
     """One batch of this rank; ``task.last_batch`` is the current one.
 
-    The loader fills all fields above ``input``, ``Method.prepare_batch`` sets ``input``, and the
-    train step sets the rest. Hooks can add results by name, such as the output of a teacher:
-    ``batch["teacher"] = ...``.
+    The loader sets the fields up to ``epoch``, ``Method.prepare_batch`` sets ``input``, and the
+    train step sets the remaining fields. Hooks can add results by name, such as the output of a
+    teacher: ``batch["teacher"] = ...``.
 
     Shape:
         B images on this rank, C channels. The sizes of views may differ between groups.

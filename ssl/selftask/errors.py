@@ -49,7 +49,7 @@ class ConfigError(UserError):
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an error with a known cause; of others with the type in front."""
+    """Return the message of an error, preceded by its type if the cause is not a known one."""
     is_explained = isinstance(error, UserError | RunError)
     return str(error) if is_explained else f"{type(error).__name__}: {error}"
 
@@ -192,7 +192,7 @@ def check_known(name: str, names: Iterable[str], problem: str) -> None:
 
 
 def nearest_path(path: str | Path) -> str:
-    """Return a hint for a missing path: a similar name, names beside it, or a missing parent."""
+    """Return a hint for a missing path: similar or existing names, or a missing parent."""
     missing = Path(path)
     while not os.path.isdir(missing.parent):
         missing = missing.parent

@@ -98,7 +98,7 @@ def _are_labels(value: Any) -> bool:
 class TaskOfBatches(Task):
     """A task that reads the user's batches, epoch by epoch.
 
-    With several ranks, the batches of each rank are its part of the global batches.
+    With several ranks, each rank passes its own part of the global batches.
 
     Args:
         config: The config of the run.

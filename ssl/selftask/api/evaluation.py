@@ -45,8 +45,8 @@ def evaluate(
             or a ``Model``, with which ``image_size`` and ``weights`` cannot be given.
         name: Name of the evaluation.
         data: Training images: a value of ``data=`` or a map-style data set, as for ``train``; None
-            for those of the run.
-        data_val: Images to test on, likewise.
+            for the run's own training images.
+        data_val: Test images, given in the same ways as ``data``.
         **settings: Fields of the evaluation, such as ``k=[5]``, and other settings of the command,
             by dotted key or as nested dicts.
 

@@ -37,8 +37,8 @@ class Learner(nn.Module):
             optimizer.step()
             learner.update()  # update teacher and queue
 
-    Its state dict holds network, teacher, queue and progress. In DDP each rank computes its part of
-    the loss of all ranks.
+    Its state dict holds network, teacher, queue and progress. With several ranks, each computes its
+    part of the loss over all ranks; wrap the learner in DDP.
 
     Args:
         method: Name of a method, or a method object or class.
@@ -99,9 +99,9 @@ class Learner(nn.Module):
         Args:
             views: Float views (B, C, H, W) of the images, or a ``Batch`` for methods that need
                 crop boxes or captions.
-            labels: (B,), for methods with labels.
-            index: (B,), index of each image in the data set, for methods with a memory. On the
-                CPU: otherwise the host waits for it.
+            labels: Labels (B,), for methods that need them.
+            index: Index (B,) of each image in the data set, for methods with a memory. Pass a
+                tensor on the CPU; the host would have to wait for one on a GPU.
         """
         task = self._task
         batch = as_batch(views, task.clock.batch, task.length.batches_per_epoch)

@@ -4,7 +4,7 @@ A run works in a local folder, with all guarantees of a local ``out``. A thread 
 the address about once a second: each checkpoint, then its manifest, and ``status.json`` after
 everything else. A checkpoint without its manifest is incomplete and ignored, so a kill at any
 instant leaves the newest complete checkpoint at the address. A run starts from the files at the
-address, or from the local folder if the run's last attempt worked there.
+address, or from the local folder if the run's last attempt used that folder.
 
 Two runs at one address are detected only on the same machine, since stores have no locks.
 """
@@ -43,8 +43,8 @@ def fetch_run(
 ) -> dict[str, Stamp]:
     """Make ``folder`` a copy of the run at an address, without incomplete checkpoints.
 
-    Nothing is fetched if the last attempt of the run worked in this folder, since its files are
-    newer. Checkpoints with the same manifest are not downloaded again.
+    Nothing is fetched if the last attempt of the run used this folder, since its files are newer.
+    Checkpoints with the same manifest are not downloaded again.
 
     Args:
         address: Address of the run.

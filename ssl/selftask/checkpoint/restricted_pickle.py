@@ -77,7 +77,7 @@ class RestrictedUnpickler(_PythonUnpickler):
     """Types that may be filled with items."""
 
     objects: tuple[type, ...] = ()
-    """Types of which the state may be set."""
+    """Types whose state may be set."""
 
     def __init__(self, file: Any, names: Mapping[str, Any], **options: Any) -> None:
         super().__init__(file, **options)
@@ -106,7 +106,7 @@ class RestrictedUnpickler(_PythonUnpickler):
         return function.call(*arguments)
 
     def check(self, target: Any, types: tuple[type, ...], keys: Any = ()) -> None:
-        """Raise UnpicklingError if ``target`` has another type or ``keys`` are nested too deep."""
+        """Raise UnpicklingError for a ``target`` not of ``types`` or deeply nested ``keys``."""
         if not isinstance(target, types):
             raise RefusedContent(f"changes an object ({type(target).__name__}); nothing was run")
         check_nesting(keys)

@@ -44,7 +44,7 @@ def rotate(newest: Path, keep: int, spared: Collection[int] = ()) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint, its manifest first, since a folder without it is not a checkpoint."""
+    """Remove a checkpoint, its manifest first, since a folder without one is not a checkpoint."""
     if path.is_dir():
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
@@ -67,8 +67,9 @@ def step_of(path: Path) -> int:
 def archive(folder: Path, step: int) -> None:
     """Move checkpoints after ``step``, where the run restarts, to ``folder/replaced_N``.
 
-    Otherwise rotation and the next resume would treat them as the newest ones. The results of
-    ``selftask eval suite`` after ``step`` are moved, too: those steps get other weights.
+    Otherwise rotation and the next resume would treat them as the newest ones. Results of
+    ``selftask eval suite`` after ``step`` are moved, too, since these steps will have different
+    weights.
     """
     listed = [*checkpoints(folder), *result_files(folder.parent)]
     newer = [path for path in listed if step_of(path) > step]

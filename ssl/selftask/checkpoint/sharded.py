@@ -3,8 +3,8 @@
 ``step_N/`` contains the sharded tensors, as written by torch.distributed.checkpoint (DCP).
 ``rest.pt`` contains everything else as plain objects, with None instead of sharded tensors.
 ``manifest.json`` contains length and checksum of each file. The folder gets its final name when all
-files are on disk. Any number of ranks can read it, each its own part. A single process without a
-process group reads full tensors.
+files are on disk. Any number of ranks can read the folder, each its own part. A single process
+without a process group reads full tensors.
 """
 
 from __future__ import annotations

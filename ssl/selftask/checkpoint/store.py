@@ -157,7 +157,7 @@ def load_with(entries: Mapping[str, type], path: Path, read: Read | None = None)
     Raises:
         DamagedCheckpoint: If it cannot be read or lacks an entry.
         NoCheckpoint: If it is intact but not a checkpoint of selftask.
-        UserError: If its format is that of a newer selftask.
+        UserError: If it was written in the format of a newer selftask.
     """
     state = (read or load)(path)
     if "clock" not in state:
@@ -214,8 +214,8 @@ def load_newest(
 ) -> tuple[dict[str, Any], Path] | None:
     """Return the newest intact checkpoint and its path; None if there are no checkpoints.
 
-    Damaged files are logged and skipped. If a file is removed while it is read, because a running
-    training has replaced it, the newest one is read instead.
+    Damaged files are logged and skipped. If a file disappears while it is read, because a running
+    training has replaced it, the newest checkpoint is read instead.
 
     Args:
         folder: Folder of the checkpoints.

@@ -144,7 +144,7 @@ class DataModule:
 
     @property
     def has_test(self) -> bool:
-        """Whether ``data.val`` can be tested on: it has labels or the needed ``method.targets``."""
+        """Whether ``data.val`` has the labels, or ``method.targets``, that a test phase needs."""
         method, source = self.config.method, self.val_source
         if source is not None and "numbers" in required(method.name):
             return extras_of(source).keys() >= {*method.args["targets"]}
@@ -157,7 +157,7 @@ class DataModule:
 
     @property
     def loader_s(self) -> float | None:
-        """Mean seconds per training batch of all workers together; None if no worker made one."""
+        """Mean seconds per training batch of all workers together; None before the first batch."""
         batches = self.batches
         if not (batches.num_workers and batches.made_s):
             return None
@@ -171,10 +171,11 @@ class DataModule:
         return iter(self.batches)
 
     def iterate_all(self) -> Iterator[Batch]:
-        """Yield this rank's training images once, in order and in batches, with epoch 0's views.
+        """Yield batches of this rank's training images once, in order, with the views of epoch 0.
 
-        For methods that need the whole data set before the first step. Unreadable images are left
-        out, and batches may be smaller: a replacement would be an image of two ranks.
+        For methods that need the whole data set before the first step. Unreadable images are
+        skipped, so batches may be smaller. They are not replaced, since an image would then occur
+        twice.
         """
         self._decode_once()
         dataset = copy.copy(self.batches.dataset)
@@ -218,7 +219,7 @@ class DataModule:
         """Yield batches of a validation set with the training views of epoch 0.
 
         Batches have the same size on every rank, as losses over all ranks require. Images beyond
-        the last full batch are left out. The global batches are the same as on a single rank.
+        the last full batch are dropped. The global batches are the same as on a single rank.
 
         Args:
             name: Name of the set in ``data.val_sets``; "" for ``data.val``.
@@ -330,7 +331,7 @@ class DataModule:
 
 
 def val_key(name: str) -> str:
-    """Return the config key of a validation set; an empty name stands for ``data.val``."""
+    """Return the config key of a validation set; an empty name means ``data.val``."""
     return f"data.val_sets.{name}" if name else "data.val"
 
 

@@ -18,7 +18,7 @@ _NUMBERS = {"f": np.float32, "i": np.int64}  # dtype of values that are not arra
 class ExtrasReader:
     """Reader of the texts and arrays of a sample.
 
-    Extra images are not read here: groups of views are made from them.
+    Extra images are not read here, since groups of views are made from them.
 
     Args:
         kinds: Kind of each field to read, by name.

@@ -128,8 +128,8 @@ def _classes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
 def check_same_on_all_ranks(source: Source | None, key: str) -> None:
     """Raise UserError on every rank if ranks have opened different images. Collective call.
 
-    Such ranks would train on other images than they report, or do different numbers of steps and
-    hang at the end of an epoch.
+    Otherwise ranks would train on different images than they report, or take different numbers of
+    steps and hang at the end of an epoch.
 
     Args:
         source: Source that this rank has opened, or None.

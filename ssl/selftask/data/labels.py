@@ -51,8 +51,8 @@ def is_labeled(source: Source) -> bool:
 def align_classes(source: Source, model: Source, key: str) -> None:
     """Renumber the classes of ``source`` so that equal names have the same number as in ``model``.
 
-    Each source numbers its own classes. If one of them lacks a class, all later numbers would be
-    shifted.
+    Each source numbers its own classes. If one of the sources lacks a class, all its later numbers
+    would be shifted.
 
     Args:
         source: Source to renumber.

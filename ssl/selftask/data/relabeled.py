@@ -1,4 +1,4 @@
-"""Labels that replace those of the data: the index of the image, 0, or none."""
+"""Replacement of the labels of the data: by the index of the image, by 0, or by none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selftask.data.source import Source, Wrapped
 
 
 class Relabeled(Wrapped):
-    """Source with other labels, see ``data.relabel``.
+    """Source whose labels are replaced, see ``data.relabel``.
 
     Args:
         source: Source of the images.

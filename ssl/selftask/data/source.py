@@ -61,7 +61,7 @@ class Source(ABC):
         """Return a name of the image for logs and lists."""
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
-        """Pass the image names to ``add`` in order; in large sources, only evenly spaced ones."""
+        """Pass the image names to ``add`` in order; large sources pass only evenly spaced ones."""
         for index in range(0, len(self), max(1, len(self) // _HASHED)):
             add(os.fsencode(self.path(index)) + b"\0")
 
@@ -125,7 +125,7 @@ def extras_of(source: Source) -> Mapping[str, ExtraKind]:
 
 
 class Delegating(Source):
-    """Base class of sources whose images are those of other sources."""
+    """Base class of sources whose images come from other sources."""
 
     @abstractmethod
     def origin(self, index: int) -> tuple[Source, int]:
@@ -166,7 +166,7 @@ class Wrapped(Delegating):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes of the wrapped source, including those without an image here."""
+        """Number of classes of the wrapped source, even if some have no image in this source."""
         return self.source.num_classes
 
     def origin(self, index: int) -> tuple[Source, int]:

@@ -42,13 +42,13 @@ def collective_device() -> torch.device:
 
 
 def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a process group whose collectives do not queue behind those of the default group.
+    """Create a process group whose collectives do not queue behind the default group's.
 
     Every rank must call this function, including ranks outside the group.
 
     Args:
         ranks: Members of the group; None means all ranks.
-        backend: Backend of the group; None means that of the default group.
+        backend: Backend of the group; None means the backend of the default group.
 
     Returns:
         The group, with the timeout of the default group.
@@ -207,7 +207,8 @@ def sum_with_equal_grad(x: Tensor) -> Tensor:
     """Return the sum of ``x`` over ranks, for a loss that all ranks compute from such sums alone.
 
     The gradient of the sum is then the same on each rank, and the backward pass multiplies it by
-    the number of ranks. The result is that of ``sum_with_grad``, with half of the communication.
+    the number of ranks. The result equals that of ``sum_with_grad``, with half of the
+    communication.
 
     Args:
         x: Tensor, with the same shape on every rank.

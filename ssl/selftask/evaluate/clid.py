@@ -30,15 +30,15 @@ _ROWS = 512  # queries at once
 class CLID(KMeans):
     """Cluster learnability and intrinsic dimension of the test images, without labels.
 
-    Lu et al., arXiv:2206.01251. The paper adds the two after standardizing each over the compared
-    models, so CLID is no figure of a single model. Neighbors and distances are those of unit
-    vectors.
+    Lu et al., arXiv:2206.01251. In the paper CLID is the sum of the two measures, each standardized
+    over the compared models, so it is not defined for a single model. Neighbors and distances are
+    those of unit vectors.
     """
 
     needs_labels: ClassVar[bool] = False
 
     images: int = setting(5000, min=_FEWEST)
-    """Largest number of images, in a random choice; time grows with its square."""
+    """Maximum number of images, chosen at random; time grows with its square."""
     k: int | None = setting(None, min=2)
     """Number of clusters; null: the square root of the number of images."""
     seed: int = setting(0, min=0)
@@ -87,7 +87,7 @@ def intrinsic_dimension(distances: Tensor) -> float:
 
     Facco et al., Scientific Reports 2017, arXiv:1803.06992: the slope, through the origin, of
     -log(1 - F) over log mu, where mu is the ratio of the two distances and F its empirical
-    distribution. The largest tenth of the ratios is left out, as are images with a duplicate.
+    distribution. The largest 10 % of the ratios and images with a duplicate are excluded.
 
     Args:
         distances: Distances (N, 2) to the nearest and to the second nearest other image.

@@ -24,7 +24,7 @@ class KMeans:
     """Options of spherical k-means, a base class of evaluations."""
 
     restarts: int = setting(10, min=1)
-    """Number of runs of k-means, of which that with the largest sum of cosines counts."""
+    """Number of runs of k-means; the run with the largest sum of cosines is used."""
     iterations: int = setting(100, min=1)
     """Iterations of each run."""
     seed: int = setting(0, min=0)

@@ -43,15 +43,15 @@ log = get_logger(__name__)
 @register_evaluation("correspondence")
 @dataclass(frozen=True, kw_only=True)
 class Correspondence(PatchOptions):
-    """Patches that are found again in a warped view, without labels: correspondence_pck_0.1."""
+    """Share of patches that are found in a warped view, without labels: correspondence_pck_0.1."""
 
     needs_labels: ClassVar[bool] = False
     takes_backbone: ClassVar[bool] = True
 
     images: int = setting(500, min=1)
-    """Largest number of images, in a random choice."""
+    """Maximum number of images, chosen at random."""
     scale: tuple[float, float] = setting((0.5, 1.0), above=0, max=1, rising=True)
-    """Range of the side of the second view, relative to the largest one at its angle."""
+    """Range of the side of the second view, relative to the largest possible side at its angle."""
     degrees: float = setting(30.0, min=0, max=180)
     """Largest rotation of the second view in either direction, in degrees."""
     flip: float = setting(0.5, min=0, max=1)
@@ -94,9 +94,9 @@ def evaluate_correspondence(
 
     Returns:
         Means over images: for each threshold the share of correct matches, such as
-        ``correspondence_pck_0.1``, and that of random matches, ``correspondence_chance_0.1``;
-        ``correspondence_distance``, the distance of a match from its true position. Also
-        ``test_images`` and ``size``.
+        ``correspondence_pck_0.1``, and the share expected for random matches, such as
+        ``correspondence_chance_0.1``; ``correspondence_distance``, the distance of a match from its
+        true position. Also ``test_images`` and ``size``.
 
     Raises:
         UserError: If the backbone has no patches of this size, or features are not finite.

@@ -1,8 +1,8 @@
 """Corruptions of images at the five strengths of ImageNet-C.
 
 Hendrycks and Dietterich, ICLR 2019, arXiv:1903.12261, with the strengths of the authors' code.
-Lengths in pixels are those of an image whose shorter side has 224, and scaled to other sizes. The
-formulas take uint8 images (H, W, C), which they compute with on the scale [0, 1].
+Lengths in pixels are for an image whose shorter side has 224 pixels; they are scaled for other
+sizes. The functions take uint8 images (H, W, C) and compute in the range [0, 1].
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def write_features(
     facts: dict[str, Any],
     layers: Sequence[int | None] = (None,),
 ) -> Path:
-    """Write the folder; features get their final names last, when all other files exist.
+    """Write the folder; files of features get their final names when all other files exist.
 
     Args:
         out: The folder.
@@ -161,9 +161,9 @@ def _utf8(path: str) -> str:
 
 
 def read_features(path: Path) -> tuple[FileFeatures, list[str]]:
-    """Return features, which are read when they are used, and the names of their classes, if known.
+    """Return features, read lazily, and the names of the classes, if known.
 
-    Labels are those of ``images.csv`` beside the file.
+    Labels are read from ``images.csv`` in the same folder.
 
     Args:
         path: The folder, or one of its files of features.
@@ -202,7 +202,7 @@ def _label(text: str, line: str) -> int:
 
 
 def write_table(path: Path, images: Path, labels: Iterable[int]) -> None:
-    """Write the images of ``images.csv`` with other labels, as a table that ``data=`` can read.
+    """Write the images of ``images.csv`` with new labels, as a table that ``data=`` can read.
 
     Relative paths become absolute, since paths in a table are relative to its folder.
 
@@ -240,7 +240,7 @@ def write_ranking(path: Path, images: Path, cosines: Sequence[float]) -> None:
 
 
 def indices_of(images: Path, source: Source) -> list[int]:
-    """Return the index in the source of each row of ``images.csv``, which are in its order."""
+    """Return the index in the source of each row of ``images.csv``; both have the same order."""
     indices = iter(range(len(source)))
     with images.open(encoding="utf-8", errors="surrogateescape", newline="") as listed:
         return [

@@ -61,7 +61,7 @@ class Features:
         return self._draw(lambda _: count, generator)
 
     def draw_share(self, share: float, generator: torch.Generator) -> Features:
-        """Draw that share of the images of each class, rounded, at least one."""
+        """Draw a share of the images of each class, rounded to at least one image."""
         return self._draw(lambda number: max(1, round(share * number)), generator)
 
     def _draw(self, count: Callable[[int], int], generator: torch.Generator) -> Features:
@@ -97,7 +97,7 @@ class FileRows:
 
     @classmethod
     def of(cls, path: str | Path) -> FileRows:
-        """Open a file; raise UserError if it has other content."""
+        """Open a file; raise UserError if it is not a float32 array (N, E)."""
         try:
             mapped = np.load(path, mmap_mode="r")
         except FileNotFoundError as error:
@@ -123,7 +123,7 @@ class FileRows:
 
 
 def in_blocks(rows: Tensor | FileRows) -> Iterator[Tensor]:
-    """Yield consecutive rows, at most 8192 at once."""
+    """Yield blocks of consecutive rows, at most 8192 rows each."""
     for first in range(0, len(rows), _ROWS):
         yield rows[first : first + _ROWS]
 
@@ -247,8 +247,8 @@ def iterate_features(
 def log_speed(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield the batches; log images per second and the remaining time every 30 s.
 
-    The first batches, in which workers and kernels start, do not count. The remaining time is known
-    if ``batches`` has a length.
+    The first batches are excluded, since workers and kernels are starting. The remaining time is
+    logged if ``batches`` has a length.
     """
     images, logged = 0, time.monotonic()
     total = len(batches) if isinstance(batches, Sized) else None

@@ -62,8 +62,9 @@ def bootstrap_interval(
     """Return the 95 % percentile interval of the mean under resampling of images.
 
     Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13. A resample draws N images
-    with replacement. Its mean only depends on how often each different score is drawn, which is a
-    multinomial draw, so that time and memory do not grow with N.
+    with replacement. Its mean depends only on how often each distinct score is drawn. These counts
+    follow a multinomial distribution, which is sampled directly, so time and memory do not grow
+    with N.
 
     Args:
         scores: (N,), or differences of the scores of two models for a paired bootstrap.

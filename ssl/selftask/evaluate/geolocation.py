@@ -1,4 +1,4 @@
-"""Places of images by those of their nearest neighbors, from a table of coordinates.
+"""Locations of images, estimated from the locations of their nearest neighbors.
 
 B images, k neighbors. Places are latitude and longitude in degrees; distances are in km.
 """
@@ -40,7 +40,9 @@ class GeolocationOptions:
     coordinates: str = ""
     """Table with the columns path, latitude, longitude; paths are relative to its folder."""
     k: int = setting(1, min=1)
-    """Number of neighbors. The place is that of the neighbor with most others near it."""
+    """Number of neighbors. The estimate is the location of the neighbor with the highest density of
+    neighbors around it.
+    """
     bandwidth: float = setting(25.0, above=0)
     """Standard deviation of the Gaussian that weights neighbors by distance, in km; if k > 1."""
     distances: list[float] = setting([1.0, 25.0, 200.0, 750.0, 2500.0], above=0, nonempty=True)
@@ -71,19 +73,19 @@ def measure_geolocation(
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
         config: Config with ``eval.transforms``.
-        sources: Training and test images; without test images each training image is placed by
-            the others.
+        sources: Training and test images; without test images, each training image is located by
+            the other training images.
         options: Table, neighbors and distances.
         device: Device to compute on.
         tell: Called with a line about unreadable images.
 
     Returns:
         ``geolocation_25km`` and so on; ``geolocation_median_km``, the median distance of the
-        places from the true ones; ``train_images`` and ``test_images``.
+        estimated from the true locations; ``train_images`` and ``test_images``.
 
     Raises:
         UserError: If the table is damaged or lacks an image, if there are too few neighbors, or if
-            the features of several layers are asked for.
+            features of several layers are requested.
     """
     if len(config.eval.layers) > 1:
         raise UserError("eval.layers: places are measured for one layer, such as eval.layers=[-1]")
@@ -122,7 +124,7 @@ def measure_geolocation(
 
 
 def densest(places: Tensor, bandwidth: float) -> Tensor:
-    """Return the place (B, 2) among those of k neighbors with the highest density of neighbors.
+    """Return the location (B, 2), of those of k neighbors, where the neighbors are densest.
 
     Args:
         places: (B, k, 2), nearest neighbor first, which wins ties.
@@ -154,7 +156,7 @@ def read_coordinates(path: Path) -> dict[str, tuple[float, float]]:
     """Return latitude and longitude by absolute path of the image.
 
     Raises:
-        UserError: If it is no table of coordinates.
+        UserError: If the file is not a table of coordinates.
     """
     where = f"coordinates={path}"
     rows = read_rows(path, ("path", "latitude", "longitude"), where)

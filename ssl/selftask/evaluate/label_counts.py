@@ -77,7 +77,7 @@ class LabelCounts:
 
     @property
     def num_neighbors(self) -> int:
-        """Number of training images that a test image is compared with."""
+        """Number of training images to which a test image is compared."""
         return int(self.train.sum()) - self.leave_one_out
 
     def among_test_classes(self) -> LabelCounts:
@@ -103,7 +103,7 @@ class LabelCounts:
         )
 
     def facts(self) -> dict[str, float]:
-        """Return the numbers of images and classes and the chance accuracy, as metrics."""
+        """Return the numbers of images and classes, and the chance accuracy, as metrics by name."""
         return {
             "train_images": int(self.train.sum()),
             "test_images": int(self.test.sum()),
@@ -134,14 +134,14 @@ def check_label_counts(evaluations: Mapping[str, Component], counts: LabelCounts
 
 @dataclass(frozen=True, kw_only=True)
 class FewLabels:
-    """Base class of evaluations that train classifiers on all labels and on few."""
+    """Base class of evaluations that train classifiers on all labels and on subsets of them."""
 
     few_labels: list[int] = setting([], min=1)
     """Also train on this many labels per class; each number has its own metrics."""
     few_shares: list[float] = setting([], above=0, max=1)
     """Also train on these shares of the labels of each class, such as 0.01 and 0.1."""
     repeats: int = setting(5, min=1)
-    """Number of random draws of few labels, over which results are averaged."""
+    """Number of random subsets of the labels, over which results are averaged."""
     only_test_classes: bool = False
     """Whether predicted classes are restricted to those of the test set."""
     seed: int = setting(0, min=0)
@@ -169,9 +169,9 @@ class FewLabels:
         require_labels(self, LabelCounts.of_targets(train.targets.cpu(), test.targets.cpu()))
 
     def draws(self, train: Features, generator: Generator) -> Iterator[tuple[str, list[Features]]]:
-        """Yield a part of a metric's name, such as ``_10_labels``, and the draws for it.
+        """Yield part of a metric's name, such as ``_10_labels``, and the training subsets for it.
 
-        First come all images, under an empty name. A share of 0.01 is named ``_1_percent``.
+        The first subset is all images, with an empty name. A share of 0.01 is named ``_1_percent``.
         """
         yield "", [train]
         for count in self.few_labels:

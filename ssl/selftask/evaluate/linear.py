@@ -30,12 +30,12 @@ _RESOLUTION = 1e-9  # smaller decreases of the loss count as none
 class Linear(FewLabels):
     """Linear probe: linear_top1 with all labels, linear_10_labels_top1 with few labels.
 
-    With a share of the labels, it is linear_1_percent_top1.
+    With 1 % of the labels, the metric is linear_1_percent_top1.
     """
 
     weight_decay: list[float] = setting([0.00001, 0.0001, 0.001, 0.01, 0.1], min=0, nonempty=True)
-    """Weight decays to choose from, relative to the mean cross-entropy: 1 / (C * n) in
-    scikit-learn.
+    """Weight decays to choose from, for the mean cross-entropy; equal to 1 / (C * n) for
+    scikit-learn's cost C.
     """
     iterations: int = setting(200, min=1)
     """Maximum number of iterations of L-BFGS."""

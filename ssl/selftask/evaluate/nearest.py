@@ -2,9 +2,9 @@
 
 N rows, B queries, E features, k neighbors.
 
-Most of the time goes to B * N * E multiply-adds, which a CPU with such instructions computes twice
-as fast in bfloat16 and four times as fast in int8. A first pass in these numbers keeps all rows
-that may be among the k nearest, given the rounding errors. Only those are compared in float32.
+The search takes B * N * E multiply-adds. CPUs with the matching instructions compute them twice as
+fast in bfloat16 and four times as fast in int8. A first pass in the lower precision keeps all rows
+that may be among the k nearest, given the rounding errors. Only these rows are compared in float32.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Bank:
     Args:
         features: (N, E). Rows of a file are read block by block in each search.
         first_pass: Data type of the first pass, ``torch.bfloat16`` or ``torch.int8``. After
-            bfloat16, neighbors are those of float32. After int8, they are unless a rounding error
-            exceeds 8 standard deviations. There is a first pass for rows in memory, on CPUs with
-            bfloat16 instructions.
+            bfloat16, the neighbors are exactly those of float32; after int8, unless a rounding
+            error exceeds 8 standard deviations. The first pass is used for rows in memory, on CPUs
+            with bfloat16 instructions.
     """
 
     _rows: Tensor | _UnitRows  # (N, E), normalized
@@ -79,7 +79,7 @@ class Bank:
         return cosine, row.gather(1, order)
 
     def nearest_others(self) -> tuple[Tensor, Tensor]:
-        """Return the cosine of each row to the nearest other row, and the number of that, (N,)."""
+        """Return the cosine and the index of the nearest other row of each row, (N,) each."""
         nearest = []
         for first in range(0, len(self._rows), QUERIES):
             queries = self._rows[first : first + QUERIES]

@@ -144,7 +144,7 @@ def _report_labels(
 
 
 def check_test_set(names: Iterable[str]) -> None:
-    """Raise UserError if evaluations that learn from labels need a test set of its own."""
+    """Raise UserError if an evaluation that learns from labels has no separate test set."""
     if {*names} - {"knn", "clusters"}:
         raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
 

@@ -1,7 +1,8 @@
 """Batches of an evaluation, shared by several ranks, with results in the order of the data set.
 
-Rank r of W has every W-th batch, from number r on. After each round of batches, every rank collects
-the results, so a rank that writes them to a file holds no more than those of W batches.
+Rank r of W processes every W-th batch, starting with batch r. After each round of W batches, every
+rank collects the results, so a rank that writes them to a file holds the results of at most W
+batches.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class _Sent:
 
 @contextmanager
 def connected(world: World, backbone: nn.Module) -> Iterator[None]:
-    """Context with a gloo process group of the ranks, and the same backbone on all of them.
+    """Context with a gloo process group of the ranks and the same backbone on all ranks.
 
     Args:
         world: This process.
-        backbone: The backbone, whose tensors become those of rank 0.
+        backbone: The backbone; its tensors are replaced by those of rank 0.
     """
     process_group.join_world(world, torch.device("cpu"))
     try:
@@ -58,12 +59,12 @@ def in_order(compute: Callable[[Batch], T], batches: EvalBatches) -> Iterator[T]
     Every rank must exhaust the iterator. An error on any rank is raised on all of them.
 
     Args:
-        compute: Batch -> result; of several ranks, with tensors on the CPU. It must not communicate
-            between ranks.
+        compute: Batch -> result; with several ranks, its tensors must be on the CPU. It must not
+            communicate between ranks.
         batches: All batches. This rank's share of them remains.
 
     Raises:
-        UserError: If no image or too few images can be read.
+        UserError: If too few images can be read.
         RunError: If another rank has failed or ended.
     """
     _take_share(batches)
@@ -98,7 +99,7 @@ def iterate_in_order(
 
 
 def part_of_rank(features: Features) -> Features:
-    """Return this rank's consecutive rows of the features of all, for evaluations of parts."""
+    """Return this rank's consecutive part of the features, for ``takes_parts = True``."""
     return features[torch.arange(len(features)).tensor_split(world_size())[rank()]]
 
 

@@ -1,4 +1,4 @@
-"""Evaluations during a run: the current backbone on labeled or other images."""
+"""Evaluations during a run: the current backbone on labeled or unlabeled images."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def of_set(name: str, row: dict[str, float]) -> dict[str, float]:
 
 
 def check_evaluations(config: Config, sources: Sources) -> str | None:
-    """Return a description of the labels for a run's evaluations, or None if there are none.
+    """Return a description of the labels that a run's evaluations use, or None if they use none.
 
     Raises:
         ConfigError: If the labels are insufficient.
@@ -135,7 +135,7 @@ def check_evaluations(config: Config, sources: Sources) -> str | None:
 
 
 def evaluated_model(backbone: nn.Module, config: EvalConfig) -> nn.Module:
-    """Return the backbone, or a module that outputs ``eval.layers`` or averages over views."""
+    """Return the backbone, wrapped if needed to output ``eval.layers`` or to average over views."""
     layers, flip, scales = config.layers, config.flip, config.scales
     model = PooledLayers(backbone, layers, config.pool) if layers else backbone
     if not flip and set(scales) <= {1.0}:
@@ -180,9 +180,9 @@ def run_evaluations(
 ) -> dict[str, float]:
     """Run every evaluation on the same features and merge their results.
 
-    An evaluation with ``takes_parts = True`` gets only this rank's features, any other those of all
-    ranks. One with ``seed`` and ``seeds`` above 1 runs once for each seed, from ``seed`` on; its
-    metrics are means.
+    An evaluation with ``takes_parts = True`` gets only this rank's features; other evaluations get
+    the features of all ranks. An evaluation with ``seeds`` above 1 runs once for each seed,
+    starting with ``seed``, and its metrics are means over seeds.
 
     Args:
         components: Evaluations by name.

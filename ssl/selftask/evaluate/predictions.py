@@ -113,7 +113,7 @@ def read_predictions(path: Path) -> Predictions:
     """Read a file written by ``prediction_file``.
 
     Raises:
-        UserError: If there is no such file, or it has another content.
+        UserError: If the file does not exist or has a different format.
     """
     if not is_file(path):
         if path.exists():

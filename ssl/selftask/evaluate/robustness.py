@@ -1,8 +1,8 @@
 """Errors on corrupted test images, by k-NN on the features of clean training images.
 
 Hendrycks and Dietterich, ICLR 2019, arXiv:1903.12261: corruptions at five strengths. As for
-CIFAR-10-C in AugMix, arXiv:1912.02781, errors are not divided by those of another network, unless
-the images are those of ImageNet.
+CIFAR-10-C in AugMix (arXiv:1912.02781), errors are not divided by the errors of a reference
+network; for ImageNet they can be.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class RobustnessOptions:
     corruptions: list[str] = setting([*CORRUPTIONS], nonempty=True)
     """Names of corruptions, each at five strengths."""
     folder: str | None = None
-    """Folder of corrupted images, CORRUPTION/STRENGTH/CLASS/IMAGE as in ImageNet-C, to read in
-    place of the corruptions made here.
+    """Folder of corrupted images, CORRUPTION/STRENGTH/CLASS/IMAGE as in ImageNet-C; null: images
+    are corrupted by selftask.
     """
     images: int | None = setting(None, min=1)
-    """Largest number of test images, in a random choice; null: all."""
+    """Maximum number of test images, chosen at random; null: all."""
     k: int = setting(20, min=1)
     """Number of neighbors that vote."""
     alexnet: bool = False
@@ -118,9 +118,9 @@ def measure_robustness(
         ``mean_corruption_error``, the mean of these errors divided by AlexNet's.
 
     Raises:
-        UserError: If there are no test images, labels or neighbors, or the features of several
-            layers; with ``alexnet`` also if the number of classes is not that of ImageNet. Known
-            labels are checked before features are computed.
+        UserError: If there are no test images, labels or neighbors, or if features of several
+            layers are requested; with ``alexnet`` also if the number of classes differs from
+            ImageNet's. Known labels are checked before features are computed.
     """
     test = _test_images(config, sources, options)
     plain, model = config.eval.transforms, evaluated_model(backbone, config.eval).to(device)
@@ -222,7 +222,7 @@ def corrupted(transforms: list[Component], name: str, strength: Any, side: int) 
     """Return the transforms with a corruption before the first ``normalize``.
 
     Args:
-        transforms: Those of the evaluation.
+        transforms: Transforms of the evaluation.
         name: Name of the corruption.
         strength: One of its strengths in ``CORRUPTIONS``.
         side: Shorter side of the images before ``normalize``, in pixels.

@@ -51,7 +51,7 @@ class SegmentationOptions(HeadOptions):
 @register_evaluation("segmentation")
 @dataclass(frozen=True, kw_only=True)
 class Segmentation(SegmentationOptions):
-    """Segmentation by patch features, of images with masks: segmentation_knn_miou, and so on."""
+    """Semantic segmentation from patch features: segmentation_knn_miou, ..."""
 
     needs_labels: ClassVar[bool] = False
     takes_backbone: ClassVar[bool] = True
@@ -162,7 +162,7 @@ def evaluate_segmentation(
         config: Config with the normalization of images and the handling of unreadable ones.
         train: Training images and masks.
         test: Test images and masks.
-        classes: Classes of both.
+        classes: Classes of both sets.
         options: Image size, heads and their options.
         device: Device to compute on.
         tell: Called with lines about images, classes and memory.

@@ -27,7 +27,7 @@ _COMPARED = 4096  # first images, of whose pairs the uniformity is
 @register_evaluation("spectrum")
 @dataclass(frozen=True, kw_only=True)
 class Spectrum:
-    """RankMe, alpha-ReQ, NESum and uniformity of the test images: rankme, alpha, and so on.
+    """RankMe, alpha-ReQ, NESum and uniformity of the features of the test images.
 
     No labels are needed. Compare checkpoints of one method only: the measures depend on the width
     of the features and on the images.
@@ -37,9 +37,9 @@ class Spectrum:
     takes_files: ClassVar[bool] = True
 
     first: int = setting(3, min=1)
-    """First eigenvalue of the fit of ``alpha``, counted from the largest, 1."""
+    """Rank of the first eigenvalue that ``alpha`` is fitted to; the largest has rank 1."""
     last: int = setting(100, min=2)
-    """Last eigenvalue of the fit; those that are 0 are left out."""
+    """Rank of the last eigenvalue of the fit; eigenvalues of 0 are excluded."""
 
     def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
         if self.last <= self.first:
@@ -89,7 +89,8 @@ def alpha(variances: Tensor, first: int, last: int) -> float:
     Args:
         variances: Eigenvalues (E,), descending.
         first: Rank of the first eigenvalue of the fit, from 1.
-        last: Rank of the last one; eigenvalues of 0, as of constant features, are left out.
+        last: Rank of the last eigenvalue of the fit; eigenvalues of 0, as of constant features, are
+            excluded.
     """
     chosen = variances[first - 1 : last]
     chosen = chosen[chosen > _ZERO * variances[0]]

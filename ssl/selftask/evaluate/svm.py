@@ -1,4 +1,4 @@
-"""Linear support vector machines on frozen features, with all labels or few.
+"""Linear support vector machines on frozen features, with all labels or few labels per class.
 
 Goyal et al., Scaling and Benchmarking Self-Supervised Visual Representation Learning, ICCV 2019,
 arXiv:1905.01235, section 5.1. One machine per class separates it from all other classes. Features
@@ -29,14 +29,14 @@ from selftask.registry import register_evaluation
 @register_evaluation("svm")
 @dataclass(frozen=True, kw_only=True)
 class SVM(FewLabels):
-    """Linear SVM: svm_top1 and svm_map with all labels, svm_4_labels_top1 and so on with few.
+    """Linear SVM: svm_top1 and svm_map with all labels, svm_4_labels_top1 with 4 labels per class.
 
     ``map`` is the mean over classes of the average precision, the area under the precision-recall
     curve. The cost is chosen on training images only.
     """
 
     costs: list[float] = setting([0.01, 0.1, 1.0, 10.0], above=0, nonempty=True)
-    """Costs C to choose from, the weight of the hinge loss."""
+    """Costs to choose from: weights of the hinge loss, C in scikit-learn."""
     folds: int = setting(3, min=2)
     """Number of folds of the cross-validation that chooses the cost."""
     iterations: int = setting(2000, min=1)

@@ -16,12 +16,12 @@ def read_rows(
 
     Args:
         path: The file, in UTF-8.
-        columns: Columns that it must have.
+        columns: Columns that the file must have.
         prefix: Beginning of the error messages, such as ``classes=FILE``.
         delimiter: Character between cells.
 
     Raises:
-        UserError: If it is no table, has no rows, or lacks a column.
+        UserError: If the file is not a table, has no rows, or lacks a column.
     """
     with (
         explained(f"{prefix}: is no table", OSError, UnicodeError, csv.Error),

@@ -45,7 +45,7 @@ class ViewMeasures:
     takes_backbone: ClassVar[bool] = True
 
     images: int = setting(1000, min=3)
-    """Largest number of images, in a random choice."""
+    """Maximum number of images, chosen at random."""
     views: int = setting(10, min=2)
     """Number of views of each image; the paper has 50."""
 
@@ -151,8 +151,8 @@ def lidar(features: Tensor) -> float:
     """Return LiDAR: the effective rank of the linear discriminant matrix of images.
 
     Thilak et al., ICLR 2024, arXiv:2312.04000, section 4: the exponential of the entropy of the
-    eigenvalues of Sw^-1/2 Sb Sw^-1/2, where Sb is the covariance of the images' means,
-    and Sw that of views around them plus 1e-4 on its diagonal.
+    eigenvalues of Sw^-1/2 Sb Sw^-1/2, where Sb is the covariance of the images' means, and Sw the
+    covariance of views around their image's mean, plus 1e-4 on its diagonal.
 
     Args:
         features: (N, Q, E), rows of one image are its views.

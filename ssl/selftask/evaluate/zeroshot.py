@@ -43,7 +43,9 @@ class ZeroshotOptions:
     several rows. null: names of the folders, with spaces for underscores.
     """
     templates: str | None = None
-    """File with a prompt a line, in which {} stands for the name; null: three of the paper."""
+    """File with one prompt per line, in which {} is replaced by the class name; null: three prompts
+    of the paper.
+    """
     only_test_classes: bool = False
     """Whether predicted classes are restricted to those of the test set."""
 
@@ -144,9 +146,9 @@ def embed_classes(model: ImageTextModel, prompts: Mapping[str, Sequence[str]]) -
 def mean_per_class(scores: Tensor, targets: Tensor) -> Figure:
     """Return the mean over classes of the mean score of their images.
 
-    The score of an image in the figure is its influence, ``mean + (score - mean of its class) N /
-    (C' n)``, with C' classes that have images and n images of its class. The mean of the influences
-    is the figure, and their spread that of the mean over classes under resampling.
+    The result keeps the influence of each image, ``mean + (score - mean of its class) N / (C' n)``,
+    with C' classes that have images and n images of its class. The mean of the influences is the
+    result, and their variance gives the variance of the result under resampling.
 
     Args:
         scores: Scores (N,) of the images.
@@ -192,7 +194,7 @@ def read_names(table: str | None, classes: Sequence[str]) -> dict[str, list[str]
 
 
 def read_templates(file: str | None) -> Sequence[str]:
-    """Return the lines of a file of prompts, or those of the paper if there is none.
+    """Return the prompts of a file, one per line, or those of the paper if no file is given.
 
     Raises:
         UserError: If it cannot be read or is empty, or a line lacks ``{}``.

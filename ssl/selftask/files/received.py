@@ -1,4 +1,4 @@
-"""Read untrusted files, such as those of somebody else's run folder.
+"""Read untrusted files, such as the files of a received run folder.
 
 Only regular files of bounded size are read: reading a named pipe could block forever, and a link
 to /dev/zero never ends. Values are checked before they are used.
@@ -82,7 +82,7 @@ def read_bytes(path: str | Path, most: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes.
 
     Raises:
-        UnreadableFile: If it is larger, or not a regular file.
+        UnreadableFile: If the file is larger, or not a regular file.
         OSError: If it is missing or cannot be read.
     """
     with open_regular(path) as file:

@@ -24,7 +24,7 @@ The order of the calls::
     on_exception                    # after any error (task.exception), before the process ends
 
 Two other methods wrap parts of a step: ``wrap_batches`` and ``wrap_reduction``. ``release`` is
-called at every end, also if ``task.steps()`` is abandoned.
+called whenever the task is closed, even if ``task.steps()`` is abandoned.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
     def release(self) -> None:
         """Release resources of the process, such as signal handlers or a thread.
 
-        Called whenever the task is closed: after ``on_end`` or ``on_exception``, and without them
+        Called whenever the task is closed: after ``on_end`` or ``on_exception``, or without either
         if its steps were abandoned or never started.
         """
 
@@ -131,7 +131,8 @@ def defines(hook: Any, point: str) -> bool:
     """Return True if a hook's class overrides the method ``point`` of its base class.
 
     Args:
-        hook: A hook of selftask, or of Classy Vision, whose hooks have only five of the points.
+        hook: A hook of selftask or of Classy Vision; hooks of the latter have only five of the
+            points.
         point: Name of a hook point.
     """
     method = getattr(type(hook), point, None)

@@ -25,7 +25,7 @@ _STREAM = 0x6D697865  # "mixe": separates these draws from other uses of the sam
 @register_hook("mixed_resolution")
 @dataclass(eq=False, kw_only=True)
 class MixedResolution(Hook):
-    """Reduces the views of each training batch to a size that is drawn for the batch.
+    """Resizes the views of each training batch to a smaller size, drawn at random for the batch.
 
     The network then serves images of several sizes, as after the high-resolution stage of DINOv3
     (arXiv:2508.10104, section 5.1). The draw depends on the seed and the number of the batch only:
@@ -39,8 +39,8 @@ class MixedResolution(Hook):
     sizes: dict[str, list[int]] = setting(
         missing="give sizes by group of views: {global: [96, 192], local: [48, 96]}", min=1
     )
-    """Height and width in pixels by group of views. An index is drawn, and each group takes
-    the size at it; groups that are not listed keep their size.
+    """Height and width in pixels by group of views. An index is drawn for each batch, and each
+    group gets its size at this index; groups that are not listed keep their size.
     """
     shares: list[float] | None = setting(None, min=0)
     """Share of the batches for each entry; shares sum to 1. null: equal shares."""
@@ -93,7 +93,7 @@ class MixedResolution(Hook):
         batch.drawn.pop("method", None)  # its masks are for the sizes of the loader
 
     def entry(self, number: int) -> int:
-        """Return the index of the sizes that the batch of this number gets."""
+        """Return the index into ``sizes`` that is drawn for the batch of this number."""
         count = len(next(iter(self.sizes.values())))
         shares = self.shares or [1 / count] * count
         drawn = float(batch_uniform(self.seed ^ _STREAM, number, 1))

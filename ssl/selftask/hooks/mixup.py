@@ -31,10 +31,10 @@ _STREAM = 0x6D697875  # "mixu": separates these draws from other uses of the sam
 class Mixup(Hook):
     """Mixes pairs of images of a batch, in every view; labels become (B, C) probabilities.
 
-    Images 2i and 2i + 1 of the batch, which is shuffled, share lambda and box. These depend on
-    seed, epoch and the first of the two images only, so that they do not change with the number of
-    ranks or workers or after a resume. Methods without labels get mixed images only. CutMix weighs
-    labels by their share of the pixels of a view, averaged over the views.
+    Images 2i and 2i + 1 of the shuffled batch are a pair with the same lambda and box. Both depend
+    only on the seed, the epoch and the first image of the pair, not on the number of ranks or
+    workers or on a resume. Methods without labels get mixed images only. CutMix weighs labels by
+    their share of the pixels of a view, averaged over the views.
     """
 
     priority: ClassVar[int] = 40
@@ -95,7 +95,7 @@ class Mixup(Hook):
 
         Returns:
             lambda (P,) float32; boxes (P, 4) float32: center y and x, height and width as shares of
-                the image; whether the pair is cut, (P,) bool.
+            the image; whether CutMix is used for the pair, (P,) bool.
         """
         lam, box = np.ones(len(keys), np.float32), np.zeros((len(keys), 4), np.float32)
         is_cut = np.zeros(len(keys), bool)

@@ -28,9 +28,9 @@ class Preserve(Hook):
 
     The term is 1 - cosine between the features of the backbone and those of a copy that is made
     when the run begins, after ``init``. Features are those of the first view of each image, without
-    masks. If the backbone has patch tokens, the term is the mean of that of pooled features and
-    that of patch tokens. It costs two more passes of the backbone a step, in evaluation mode:
-    without dropout, and with BatchNorm's running statistics. Checkpoints contain the copy.
+    masks. If the backbone has patch tokens, the term is the average over pooled features and patch
+    tokens. It takes two more forward passes of the backbone per step, in evaluation mode: without
+    dropout, and with BatchNorm's running statistics. Checkpoints contain the copy.
 
     BatchNorm's running statistics follow the new images, which also changes the features.
 

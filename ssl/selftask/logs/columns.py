@@ -1,6 +1,6 @@
 """Columns of ``metrics.jsonl``: unit, meaning, and which component writes them.
 
-Those of a method are declared by its class (``Method.columns``), all others here; ``selftask
+Columns of a method are declared by its class (``Method.columns``), all others here; ``selftask
 explain`` and the documentation show these texts. Does not import torch.
 """
 
@@ -13,7 +13,7 @@ from selftask.registry import METHODS
 
 
 class Column(NamedTuple):
-    """Description of a column, or of several: capitals are a variable part (``lr/GROUP``)."""
+    """Description of a column, or of several whose names have a variable part (``lr/GROUP``)."""
 
     name: str
     unit: str
@@ -192,7 +192,7 @@ More specific names come first.
 
 
 def columns() -> list[Column]:
-    """Return the descriptions of all columns, those of methods (``Method.columns``) first."""
+    """Return the descriptions of all columns, with those of ``Method.columns`` first."""
     made: dict[tuple[str, str], list[str]] = {}
     for method in METHODS.names():
         for name, text in METHODS.declared(method, "columns", {}).items():

@@ -30,7 +30,7 @@ _TRAINED = b'"lr": '  # in rows of training, but not in those of evaluations
 
 @dataclass(frozen=True)
 class Lines:
-    """Objects of a file, the number of damaged lines, and the size of a file read in part."""
+    """Objects of a file, the number of damaged lines, and the file size if it was read in part."""
 
     rows: list[dict[str, Any]]
     damaged: int = 0  # number of lines that are not a JSON object
@@ -38,10 +38,11 @@ class Lines:
 
 
 def read_drawn_rows(path: Path) -> Lines:
-    """Return the rows of a ``metrics.jsonl``; from a large file, those that its charts need.
+    """Return the rows of a ``metrics.jsonl``; from a large file, only those that charts need.
 
-    From each part of a large file these are the first training row, the training rows with the
-    smallest and largest loss, and evaluation rows. The newest rows of the file are also returned.
+    From each part of a large file, the first training row, the training rows with the smallest and
+    largest loss, and the evaluation rows are returned. The newest rows of the file are also
+    returned.
 
     Raises:
         UnreadableFile: If it is not a regular file, or too large.

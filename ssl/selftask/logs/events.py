@@ -1,9 +1,9 @@
 """Events of a run in ``events.jsonl``: one JSON object per line, appended by every attempt.
 
-An object has ``time`` (ISO 8601), ``step``, ``event``, ``text`` and ``data``. The events are those
-of ``EVENTS``, and others that hooks add. Unlike rows of ``metrics.jsonl``, events stay
-when a run resumes, so steps repeat. ``resume=never`` removes those of the run before. Does not
-import torch.
+An object has ``time`` (ISO 8601), ``step``, ``event``, ``text`` and ``data``. ``EVENTS`` lists the
+events of selftask; hooks may add others. Unlike rows of ``metrics.jsonl``, events stay when a run
+resumes, so steps repeat. ``resume=never`` removes the events of the earlier run. Does not import
+torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Columns of a row besides the loss: step time, memory, settings of parameter groups.
+"""Columns of a row in addition to the loss: step time, memory, settings of parameter groups.
 
 ``TimeCounter`` measures the run time of any function or block.
 """

@@ -50,7 +50,7 @@ class MetricsFile:
     def cut(self, length: int) -> None:
         """Truncate the file to ``length`` bytes, as saved in a checkpoint.
 
-        If it has fewer, as in a copy of a running run, its last incomplete row is removed.
+        If the file is shorter, as in a copy of a running run, its last incomplete row is removed.
         """
         rows = self.path.read_bytes()[:length]
         os.truncate(self.path, rows.rfind(b"\n") + 1)

@@ -12,7 +12,7 @@ _BYTES = 1 << 16  # number of bytes read from the end of a file
 def last_lines(path: Path) -> list[str]:
     """Return the lines in the last 64 kB of a file, or none for a missing file.
 
-    An incomplete first line is left out; the last line may be incomplete. Blank lines at both ends
+    An incomplete first line is dropped; the last line may be incomplete. Blank lines at both ends
     are removed.
 
     Raises:

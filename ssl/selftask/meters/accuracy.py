@@ -31,7 +31,9 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
     """
 
     topk: list[int] = field(default_factory=lambda: [1, 5])
-    """Numbers k: the label must be among the k best classes."""
+    """Numbers k: a prediction is correct if the label is among the k classes with the highest
+    scores.
+    """
     only_test_classes: bool = False
     """Whether predictions are restricted to classes of ``data.val``, as for ImageNet-A and -R."""
 

@@ -98,7 +98,7 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
         return {"name": self.name, **lists}
 
     def set_classy_state(self, state: dict[str, Any]) -> None:
-        """Restore the state of ``get_classy_state``; raise UserError for that of another meter."""
+        """Restore the state of ``get_classy_state``; raise UserError if another meter saved it."""
         if state["name"] != self.name:
             raise UserError(f"meters.{self.name}: the checkpoint has counted {state['name']}")
         self.synced = [(scores, labels) for scores, labels in state["synced"]]

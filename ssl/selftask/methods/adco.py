@@ -29,16 +29,17 @@ class AdCo(MomentumKeys, EMATeacher):
     """AdCo (arXiv:2011.08435): MoCo whose negatives are trained to be hard, in place of a queue.
 
     Loss: ``-log exp(q.k/tau) / (sum_k' exp(q.k'/tau) + sum_n exp(q.n/tau))`` over keys k' of the
-    batch and negatives n, which ascend it at a temperature of their own (eq. 2).
+    batch and negatives n, which are trained to increase it, at a temperature of their own (eq. 2).
 
     Published: ImageNet linear top-1 of ResNet-50 68.6 after 200 epochs, 72.8 after 800 (authors'
     README).
 
-    Use it if MoCo works for you and its queue is to be replaced by fewer, harder negatives.
+    Use it if MoCo works for you but fewer, harder negatives than its queue are wanted.
 
     Differs from the authors' code:
 
-    * Initial negatives have random directions; there they are outputs of the initial network.
+    * Initial negatives have random directions; in the authors' code they are outputs of the initial
+      network.
     * BatchNorm is shuffled as in ``moco``.
     """
 
@@ -70,7 +71,7 @@ class AdCo(MomentumKeys, EMATeacher):
     negatives: Tensor
     """Trained negatives, (K, D); their directions are used."""
     velocity: Tensor
-    """Momentum buffer of their SGD, (K, D)."""
+    """Momentum buffer of the negatives' SGD, (K, D)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

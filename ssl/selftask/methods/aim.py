@@ -28,10 +28,10 @@ from selftask.registry import register_method
 
 @register_method("aim")
 class AIM(MaskedPatches):
-    """AIM (arXiv:2401.08541): predicts each patch from those before it, as a language model does.
+    """AIM (arXiv:2401.08541): predicts each patch from the previous ones, like a language model.
 
     The patches of a prefix of random length attend to each other. Each later patch attends to
-    itself and to all patches before it. So the network also learns full attention, which
+    itself and to all patches before it. The network thus also learns full attention, which
     evaluations use on whole images.
 
     Loss: ``mean (x_{k+1} - f(x_1 ... x_k))^2`` over the patches after the prefix; the targets x
@@ -42,13 +42,13 @@ class AIM(MaskedPatches):
 
     Use it to train very large transformers on very many images; weak by k-NN.
 
-    Differs from lightly's code; that of the authors' pretraining is not public:
+    Differs from lightly's code; the authors' code for pretraining is not public:
 
-    * A patch predicts the next one; there its own, which it sees.
-    * The loss is a mean over the predicted patches of an image, then over images; there over all
-      patches, including those of the prefix.
-    * No positions are added before the head, whose layers have biases and one width; there no
-      biases and hidden layers of four times the width.
+    * A patch predicts the next one; in lightly's code it predicts itself, which it sees.
+    * The loss is a mean over the predicted patches of an image, then over images; in lightly's
+      code, a mean over all patches, including the prefix.
+    * No positions are added before the head. Its layers have biases and equal widths; in lightly's
+      code they have no biases, and hidden layers are four times as wide.
     """
 
     paper = "El-Nouby et al., Scalable Pre-training of Large Autoregressive Image Models, ICML 2024"

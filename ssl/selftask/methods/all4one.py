@@ -33,8 +33,8 @@ EPS = 1e-12  # added under square roots, whose gradient at 0 is infinite
 class All4One(ProjectorTeacher):
     """All4One (arXiv:2303.09417): contrasts a view with a neighbor and a centroid of neighbors.
 
-    Loss: ``-log softmax(nn.p/tau)`` of a neighbor, the same of centroids, and the distance of the
-    features' cosines from the identity.
+    Loss: ``-log softmax(nn.p/tau)`` of a neighbor, the same for centroids, and the distance of the
+    cosines between feature dimensions from the identity.
 
     Published: CIFAR-10 top-1 of ResNet-18 93.24, CIFAR-100 72.17, ImageNet-100 81.93 (solo-learn's
     README, which has the authors' code).
@@ -43,8 +43,9 @@ class All4One(ProjectorTeacher):
 
     Differs from the authors' code:
 
-    * Positions of the transformer number the neighbors. There the same function is called with the
-      axes exchanged, so that each neighbor gets one channel of positions along its features.
+    * Positions of the transformer number the neighbors. The authors' code calls the same function
+      with the axes exchanged, so that each neighbor gets one channel of positions along its
+      features.
     * The transformer has no dropout: its draws would differ between calls of the loss.
     """
 
@@ -199,7 +200,7 @@ def centroid_loss(
 ) -> Tensor:
     """Return NNCLR's loss between centroids of neighbors and centroids that include a view.
 
-    The latter are computed from the view, followed by its neighbors without the last.
+    The latter are computed from the view followed by all of its neighbors but the last.
 
     Args:
         query: Predictions of two views, (2, B, D).
@@ -217,8 +218,8 @@ def centroid_loss(
 def feature_loss(prediction: Tensor, target: Tensor) -> Tensor:
     """Return how much the cosines between feature dimensions differ from the identity matrix.
 
-    Half the root mean square difference on the diagonal plus half of that off the diagonal. The
-    cosines are over the batch of all ranks.
+    The result is half the root mean square difference on the diagonal plus half of the one off the
+    diagonal. The cosines are over the batch of all ranks.
 
     Args:
         prediction: Two views, (2, B, D).

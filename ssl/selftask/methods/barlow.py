@@ -38,12 +38,12 @@ class BarlowTwins(Projected):
     Published: ImageNet linear top-1 of ResNet-50 73.3 after 1000 epochs at batch 2048 (authors'
     README).
 
-    Use it without a teacher or negatives. It needs wide heads, and memory for them.
+    Use it if neither a teacher nor negatives are wanted. It needs wide heads, and memory for them.
 
     Differs from the authors' code:
 
-    * The loss is scaled by 0.024, as in the code until 046eec3 (``--scale-loss``). The newest
-      commit, 8e8d284, has a second learning rate for biases and norms instead
+    * The loss is scaled by 0.024, as in the authors' code up to commit 046eec3 (``--scale-loss``).
+      The newest commit, 8e8d284, has a second learning rate for biases and norms instead
       (``--learning-rate-biases``).
     """
 

@@ -171,7 +171,7 @@ class Method(nn.Module, Hook):
         return open_trained(value, f"method.{name}", task, scores=scores)
 
     def draw(self, seed: int, key: Tensor, sizes: list[tuple[int, int]]) -> Any:
-        """Draw random tensors for a batch, such as masks; None by default. See ``drawn``.
+        """Draw random tensors for a batch, such as masks; none by default. See ``drawn``.
 
         The result must depend on the arguments and the config only. Loader processes call this
         method ahead of the step, so that training does not wait for it.

@@ -48,10 +48,12 @@ class BEiT(BlockMaskedPatches):
 
     Differs from the authors' code:
 
-    * The loss is a mean over the hidden patches of an image, then over images; there over those of
-      a batch. The number of hidden patches differs slightly between images.
-    * Positions are the backbone's; there relative position biases that all blocks share.
-    * The branch of BEiT v2 has a norm of its own; there it shares the backbone's last one.
+    * The loss is a mean over the hidden patches of an image, then over images; in the authors'
+      code, over the hidden patches of a batch. The number of hidden patches differs slightly
+      between images.
+    * Positions are the backbone's; the authors' code has relative position biases that all blocks
+      share.
+    * The branch of BEiT v2 has its own final norm; in the authors' code it shares the backbone's.
     """
 
     paper = "Bao et al., BEiT: BERT Pre-Training of Image Transformers, ICLR 2022"
@@ -71,7 +73,7 @@ class BEiT(BlockMaskedPatches):
         branch_depth: int = setting(0, min=0)
         """Blocks of the class token's branch, 2 in BEiT v2; 0: no branch."""
         branch_layer: int = setting(-4, max=-2, tiny=-2)
-        """Hidden layer whose patches the branch gets, counted from the last, -1."""
+        """Hidden layer whose patches are the branch's input; -1 is the last layer."""
         branch_heads: int = setting(12, min=1, tiny=4)
         """Attention heads of a block of the branch."""
 
@@ -111,7 +113,7 @@ class BEiT(BlockMaskedPatches):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["tokens"]`` (B, H), those of the hidden patches."""
+        """Compute ``batch["tokens"]`` (B, H), the tokens of the hidden patches."""
         batch = task.last_batch
         tokens = self.tokenizer.on_grid(batch.all_views[0], batch["grid"])  # (B, N)
         batch["tokens"] = tokens.gather(1, batch["hidden"][0])
@@ -131,20 +133,20 @@ class BEiT(BlockMaskedPatches):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal scores: ln(number of tokens), twice that with the branch."""
+        """Loss of equal scores: ln(number of tokens), or twice this value with the branch."""
         return (2 if self.config.branch_depth else 1) * math.log(self.num_tokens)
 
 
 class BranchNetwork(HiddenPatchNetwork):
     """Backbone and head; a branch predicts again, from a class token and patches of an early layer.
 
-    A few blocks predict the hidden patches from both. The class token of the last layer (or
-    the mean of its patches) is their only input from the layers after the early one, so it learns
-    to describe the image.
+    A few blocks predict the hidden patches from the last layer's class token (or the mean of its
+    patches) and the patches of an early layer. The class token is the only input from later layers,
+    so it learns to describe the image.
 
     Args:
         backbone: Backbone with ``"tokens"`` and ``"hidden"`` in its ``offers``.
-        head: Patches (..., E) -> scores (..., K), of both.
+        head: Patches (..., E) -> scores (..., K); used for the backbone and the branch.
         layer: Number of the early layer.
         depth: Number of blocks.
         num_heads: Attention heads of a block.

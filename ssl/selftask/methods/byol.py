@@ -25,18 +25,19 @@ class BYOL(ProjectorTeacher, NeighborTargets):
     """BYOL (arXiv:2006.07733): predicts an EMA teacher's output for another view.
 
     With ``queue_size`` it is NNBYOL (NNCLR's paper, arXiv:2104.14548): the target is the nearest
-    neighbor of the teacher's output among those of earlier images.
+    neighbor of the teacher's output among its outputs for earlier images.
 
     Loss: ``2 - 2 cos(p1, sg t2)``, and the same with the views exchanged (eq. 2).
 
-    Use it with batches too small for negatives; a steady first choice for convolutional networks.
+    Use it with batches too small for negatives; a reliable first choice for convolutional networks.
 
     Differs from the authors' code:
 
-    * 3,120 steps of warm-up, there 3,127: an epoch leaves out the last partial batch.
-      Initial weights are torch's, not haiku's.
-    * The teacher starts as a copy of the network; there from random weights of its own, which makes
-      no significant difference according to its authors. A copy keeps ``init.backbone`` meaningful.
+    * Warm-up takes 3,120 steps, not 3,127, since an epoch omits the last partial batch. Initial
+      weights are torch's, not haiku's.
+    * The teacher starts as a copy of the network; in the authors' code it starts from its own
+      random weights, which makes no significant difference according to the authors. A copy keeps
+      ``init.backbone`` meaningful.
     """
 
     paper = (

@@ -54,13 +54,13 @@ class CAE(KeptPatches):
     Published: ImageNet top-1 of ViT-B after 800 epochs 68.9 linear, 83.8 fine-tuned (authors'
     README).
 
-    Use it in place of ``beit`` if the encoder's features are to be used without fine-tuning.
+    Use it in place of ``beit`` to use the encoder's features without fine-tuning.
 
     Differs from the authors' code:
 
-    * Masked patches are drawn one by one; there in blocks.
-    * The regressor reads the encoder's output with the class token; there without it, and with its
-      own predictions.
+    * Masked patches are drawn one by one; in the authors' code, in blocks.
+    * The regressor reads the encoder's output, including the class token; in the authors' code it
+      reads the output without the class token, and its own predictions.
     * Regressor and decoder have no LayerScale and no stochastic depth.
     """
 
@@ -75,7 +75,7 @@ class CAE(KeptPatches):
     @dataclass(frozen=True, kw_only=True)
     class Config(KeptPatches.Config):
         tokenizer: FrozenModule = trained_teacher("give a run of vqkd or package.module:Class")
-        """Tokenizer, as that of ``beit``: a run of ``vqkd`` or with prototypes, ``timm:NAME``, or
+        """Tokenizer, as in ``beit``: a run of ``vqkd``, a run with prototypes, ``timm:NAME``, or
         ``package.module:Class``.
         """
         mask_ratio: float = setting(0.5, above=0, below=1)
@@ -87,7 +87,7 @@ class CAE(KeptPatches):
         decoder_heads: int = setting(12, min=1, tiny=2)
         """Attention heads of these blocks."""
         feature_weight: float = setting(2.0, min=0)
-        """Weight of the difference of features, w."""
+        """Weight of the squared difference of features, w."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the tokenizer, and build the network with MAE's initial weights unless loaded."""
@@ -103,7 +103,7 @@ class CAE(KeptPatches):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["tokens"]`` (B, Q), those of the masked patches."""
+        """Compute ``batch["tokens"]`` (B, Q), the tokens of the masked patches."""
         batch = task.last_batch
         images = batch.all_views[0]
         tokens = self.tokenizer.on_grid(images, self.grid_of(*images.shape[2:]))  # (B, N)
@@ -144,7 +144,7 @@ class ContextNetwork(Network):
 
 
 class RegressorDecoder(nn.Module):
-    """Regressor from kept patches to features of others, and decoder from these to scores.
+    """Regressor from kept patches to features of masked ones, and decoder from these to scores.
 
     Args:
         embed_dim: Width E of the encoded patches.

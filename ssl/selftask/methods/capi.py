@@ -47,13 +47,14 @@ class CAPI(MaskedPatches, EMATeacher):
 
     Differs from the authors' code:
 
-    * One optimizer, with a group of its own for the clusters (``cluster_lr``); there two.
-    * Sinkhorn-Knopp works on logarithms. The 1e-8 that is added to each sum there is added to those
-      of patches; those of clusters are far larger.
-    * Frequencies of the rotary positions are fixed, as in the published run, whose rate for them is
-      0. Backbones have LayerNorm and biases, there RMSNorm and none.
-    * Warm-ups last one step longer. Stochastic depth skips each image by chance; there a fixed
-      share of a GPU's batch.
+    * There is one optimizer, with a separate parameter group for the clusters (``cluster_lr``); the
+      authors' code has two optimizers.
+    * Sinkhorn-Knopp works on logarithms. The authors' code adds 1e-8 to every sum; here it is added
+      only to the sums of patches, since those of clusters are far larger.
+    * Frequencies of the rotary positions are fixed, as in the published run, whose learning rate
+      for them is 0. Backbones have LayerNorm and biases; the authors' have RMSNorm and no biases.
+    * Warm-ups last one step longer. Stochastic depth skips each image at random; in the authors'
+      code it skips a fixed share of a GPU's batch.
     """
 
     paper = (
@@ -84,8 +85,8 @@ class CAPI(MaskedPatches, EMATeacher):
         sinkhorn_iterations: int = setting(3, min=1)
         """Iterations of Sinkhorn-Knopp."""
         position_wise: bool = True
-        """Whether clusters get equal shares of the images at each position; false: of all patches,
-        for batches that are much smaller than the number of clusters.
+        """Whether clusters get equal shares of the images at each position; false: equal shares of
+        all patches, for batches that are much smaller than the number of clusters.
         """
         cluster_lr: float = setting(0.5, min=0)
         """Learning rate of the clusters, as a factor of ``optimizer.lr``."""
@@ -169,7 +170,7 @@ class CAPI(MaskedPatches, EMATeacher):
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return both cross-entropies with the assignments; ``output.prediction`` (B, Q, K).
 
-        The first term trains the clusters only, and the second the network only.
+        The first term trains only the clusters, and the second only the network.
         """
         scores = cluster_scores(batch["patches"], self.clusters.weight, self.clusters.bias)
         assigned = self.assign(scores.detach())  # (B, N, K)
@@ -202,7 +203,7 @@ class CAPI(MaskedPatches, EMATeacher):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal probabilities: 2 * ln(``num_clusters``), of both terms."""
+        """Loss of equal probabilities: 2 * ln(``num_clusters``), for both terms together."""
         return 2 * math.log(self.config.num_clusters)
 
 

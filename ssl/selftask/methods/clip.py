@@ -42,8 +42,8 @@ class CLIP(Method):
 
     Differs from the authors' code:
 
-    * By reading: GELU in the towers, there QuickGELU; positions do not decay, there they do; no
-      norm before the first block of the image tower; byte tokens unless a vocabulary is named.
+    * Found by reading: the towers use GELU, not QuickGELU; positions are not decayed; the image
+      tower has no norm before its first block; tokens are bytes unless a vocabulary is named.
     """
 
     paper = (

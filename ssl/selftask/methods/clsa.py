@@ -1,4 +1,4 @@
-"""CLSA: MoCo with strongly augmented views, which learn the similarities of a weak one.
+"""CLSA: MoCo with strongly augmented views, which learn the similarities of a weakly augmented one.
 
 S: strong views of an image, B: images per rank, W: ranks, D: width of the head, K: length of the
 queue.
@@ -39,7 +39,7 @@ class CLSA(MomentumContrast, EMATeacher):
     Published: ImageNet linear top-1 of ResNet-50 69.4 after 200 epochs, 72.2 after 800, with one
     strong view (authors' README).
 
-    Use it if stronger augmentation makes MoCo worse but its variety is wanted.
+    Use it if stronger augmentation is wanted but makes MoCo worse.
 
     Differs from the authors' code:
 

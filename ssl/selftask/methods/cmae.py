@@ -43,8 +43,8 @@ class Predictions(NamedTuple):
 class CMAE(MAE, EMATeacher):
     """CMAE (arXiv:2207.13532): MAE that also contrasts its features with those of a shifted view.
 
-    The first view is masked, and an EMA teacher sees all of the second: a crop shifted by some
-    pixels, with other colors.
+    The first view is masked. An EMA teacher sees the whole second view: a crop shifted by some
+    pixels, with different colors.
 
     Loss: ``mean (x - x')^2 + w 2 tau CE(p.t/tau)``.
 
@@ -105,7 +105,7 @@ class CMAE(MAE, EMATeacher):
     def on_forward(self, task: Task) -> None:
         """Compute MAE's pixels, and ``batch["target"]`` (B, D).
 
-        It is the teacher's output for the second view.
+        The target is the teacher's output for the second view.
         """
         super().on_forward(task)
         task.last_batch["target"] = self.teacher(task.last_batch.all_views[1])  # (B, D)
@@ -130,7 +130,7 @@ class CMAE(MAE, EMATeacher):
         """Loss of MAE's chance and of equal similarities: 1 + ``contrast_weight`` * 2 *
         ``temperature`` * ln(batch).
 
-        None if that of MAE is None.
+        None if MAE's chance loss is None.
         """
         pixels, config = super().chance_loss, self.config
         if pixels is None:
@@ -171,7 +171,7 @@ class FeatureDecoder(PatchPredictor):
 
 
 class WholeImageNetwork(Network):
-    """Backbone, then the head of the mean patch: images (B, C, H, W) -> (B, D)."""
+    """Backbone, then a head for the mean of the patches: images (B, C, H, W) -> (B, D)."""
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         return self.head(self.extract(images).patches.mean(dim=1))

@@ -25,11 +25,11 @@ from selftask.registry import register_method
 class CMC(MemoryContrast):
     """CMC (arXiv:1906.05849): contrasts the lightness of an image with its colors, in two towers.
 
-    The backbone is a ``channel_towers``: one network sees the L of an image in Lab, by the
-    transform ``lab``, another one its a and b. Evaluations take the features of both.
+    The backbone is a ``channel_towers``: one network sees the channel L of an image in Lab (see the
+    transform ``lab``), the other the channels a and b. Evaluations take the features of both.
 
     Loss: ``-log softmax(l.c/tau)`` of the lightness l of an image with its colors c among those of
-    K other images, plus that of its colors with lightnesses (eq. 2, 3).
+    K other images, plus the same for its colors among lightnesses (eq. 2, 3).
 
     Published: ImageNet linear top-1 of ResNet-50 about 63 (authors' README).
 
@@ -37,10 +37,11 @@ class CMC(MemoryContrast):
 
     Differs from the authors' code:
 
-    * Both directions have the same negatives, of which an image is never its own; drawn from all
-      images there. The memory starts with unit vectors; there of about unit length.
-    * The default is the softmax of the paper's equation 2; there NCE (``loss: nce``), whose Z is
-      here one number for both directions, estimated from negatives alone.
+    * Both directions have the same negatives, and an image is never its own negative; the authors'
+      code draws from all images. The memory starts with unit vectors; in the authors' code, with
+      vectors of about unit length.
+    * The default is the softmax of the paper's equation 2; the authors' code uses NCE (``loss:
+      nce``). Here its Z is one number for both directions, estimated from negatives alone.
     """
 
     paper = "Tian et al., Contrastive Multiview Coding, ECCV 2020"
@@ -87,9 +88,7 @@ class CMC(MemoryContrast):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal similarities: 2 ln(1 + ``num_negatives``); with ``loss: nce`` twice that of
-        ``npid``.
-        """
+        """Loss of equal similarities: 2 ln(1 + ``num_negatives``); for NCE twice that of ``npid``."""
         return 2 * super().chance_loss
 
 

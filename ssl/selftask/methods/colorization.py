@@ -39,11 +39,12 @@ TEMPERATURE = 0.38  # of the annealed mean, eq. 5
 class Colorization(ViewPixels):
     """Colorful Image Colorization (arXiv:1603.08511): predicts colors of an image from lightness.
 
-    Views are in Lab, by the transform ``lab``. The network sees L in each of its three channels, as
-    by the transform ``lightness``, which evaluations need.
+    Views are in Lab, by the transform ``lab``. The network sees L in each of its three channels;
+    evaluations need the transform ``lightness``, which does the same.
 
-    Loss: ``-w[q*] sum_q z_q log softmax(s)_q`` of bins q of the a and b of a position: z are the
-    shares of the five nearest, and w is the weight of the nearest one (eq. 2), larger if rare.
+    Loss: ``-w[q*] sum_q z_q log softmax(s)_q`` over bins q of the colors (a, b) of a position: z
+    are the shares of the five nearest bins, and w is the weight of the nearest bin (eq. 2), which
+    is larger for rare colors.
 
     Published: ImageNet linear top-1 of ResNet-50 40.1 (VISSL's README).
 
@@ -51,10 +52,11 @@ class Colorization(ViewPixels):
 
     Differs from the authors' code:
 
-    * The distribution of colors, for w, is that of the training images so far; there a file.
-    * Targets have five bins, as in the paper; there ten.
-    * Images without color are included; there they are left out.
-    * The weights w multiply loss and gradient; there the gradient alone.
+    * The distribution of colors, for w, is measured on the training images so far; the authors'
+      code reads it from a file.
+    * Targets have five bins, as in the paper; in the authors' code, ten.
+    * Images without color are included; the authors' code excludes them.
+    * The weights w multiply loss and gradient; in the authors' code, only the gradient.
     """
 
     paper = "Zhang et al., Colorful Image Colorization, ECCV 2016"
@@ -68,8 +70,8 @@ class Colorization(ViewPixels):
         bin_size: int = setting(10, min=1, max=50, tiny=50)
         """Side of a bin of colors, in units of a and b: 313 bins with 10."""
         uniform_share: float = setting(0.5, above=0, max=1)
-        """Share of the uniform distribution in that of the colors, lambda in eq. 4; 1 gives all
-        colors the same weight.
+        """Share of the uniform distribution that is mixed into the distribution of colors, lambda
+        in eq. 4; 1 gives all colors the same weight.
         """
         decoder_dim: int = setting(256, min=1, tiny=16)
         """Width of the decoder."""
@@ -137,7 +139,7 @@ class Colorization(ViewPixels):
         self.counts += all_reduce_sum(torch.stack(self.take_pending()).sum(dim=0))
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the image, its lightness, and that with the annealed mean of colors (eq. 5)."""
+        """Return the image, its lightness, and this with the annealed mean of colors (eq. 5)."""
         (images,) = batch.all_views
         lab = to_float32(images) * self.std + self.mean
         shares = (to_float32(output.prediction) / TEMPERATURE).softmax(dim=1)
@@ -149,7 +151,7 @@ class Colorization(ViewPixels):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal scores, if colors are as frequent as before: ln(number of bins)."""
+        """Loss of equal scores: ln(number of bins), if the colors' distribution does not change."""
         return math.log(len(gamut_bins(self.config.bin_size)))
 
 

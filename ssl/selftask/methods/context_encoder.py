@@ -31,8 +31,8 @@ from selftask.registry import register_method
 class ContextEncoder(Method):
     """Context Encoders (arXiv:1604.07379): predicts the hidden center of an image.
 
-    The reconstruction part of the loss alone. The adversarial part, of weight 0.001, trains a
-    discriminator with a second optimizer.
+    Only the reconstruction loss is used. The paper's adversarial loss, of weight 0.001, would need
+    a discriminator with a second optimizer.
 
     Loss: ``mean w (x - x')^2`` of the pixels of the center; the weight w is 10 where the prediction
     overlaps with visible pixels, and 1 elsewhere (eq. 1).
@@ -44,9 +44,9 @@ class ContextEncoder(Method):
     Differs from the authors' code:
 
     * No adversarial loss.
-    * Hidden pixels are 0 in normalized images; there the mean color of ImageNet.
-    * Any backbone, with the paper's channel-wise layer; the code that is published has a network of
-      its own whose bottleneck is one vector, and a tanh after the last layer.
+    * Hidden pixels are 0 in normalized images; in the authors' code, the mean color of ImageNet.
+    * Any backbone can be used, with the paper's channel-wise layer; the authors' network has a
+      bottleneck of one vector, and a tanh after the last layer.
     """
 
     paper = "Pathak et al., Context Encoders: Feature Learning by Inpainting, CVPR 2016"
@@ -58,7 +58,7 @@ class ContextEncoder(Method):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         center_size: int = setting(64, min=2)
-        """Side S of the predicted square in pixels, half of that of the images."""
+        """Side S of the predicted square in pixels, half the side of the images."""
         overlap: int = setting(4, min=0)
         """Width of the visible border inside this square, in pixels."""
         overlap_weight: float = setting(10.0, min=0)
@@ -96,7 +96,7 @@ class ContextEncoder(Method):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Return the backbone, and a decoder from its map to the pixels of the center.
 
-        Raises UserError if the center is no whole number of positions of the map.
+        Raises UserError if the center is not a whole number of positions of the map.
         """
         self.check_backbone(backbone)
         size, stride = self.config.center_size, adapter_of(backbone).stride

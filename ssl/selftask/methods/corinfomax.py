@@ -61,7 +61,7 @@ class CorInfoMax(Projected):
         forgetting: float = setting(0.01, min=0, below=1)
         """Share of the older means and covariances at each step."""
         epsilon: float = setting(1e-8, min=0)
-        """Added to the diagonal of the covariances."""
+        """Number added to the diagonal of the covariances."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             batch_size = config["train"]["batch_size"]

@@ -25,7 +25,7 @@ from selftask.registry import register_method
 
 @register_method("crossmae")
 class CrossMAE(MAE):
-    """CrossMAE (arXiv:2401.14391): MAE that predicts a part of the masked patches, each by itself.
+    """CrossMAE (arXiv:2401.14391): MAE that predicts some of the masked patches independently.
 
     Loss: ``mean (x - x')^2`` of the predicted patches, standardized.
 

@@ -36,11 +36,12 @@ class Data2Vec(BlockMasks, EMATeacher):
 
     Differs from the authors' code:
 
-    * The loss is a mean over the masked patches of an image, then over images; there over those of
-      a batch. The number of masked patches differs slightly between images.
-    * Learned positions; there relative position biases that all blocks share.
-    * 40 epochs of warm-up and stochastic depth 0.2, as in the paper; the command in its repository
-      has 10 and 0.25.
+    * The loss is a mean over the masked patches of an image, then over images; in the authors'
+      code, over the masked patches of a batch. The number of masked patches differs slightly
+      between images.
+    * Positions are learned; the authors' code has relative position biases that all blocks share.
+    * Warm-up takes 40 epochs and stochastic depth is 0.2, as in the paper; the command in the
+      authors' repository has 10 and 0.25.
     """
 
     paper = (

@@ -60,16 +60,19 @@ class Data2Vec2(MaskedPatches, EMATeacher):
     Loss: ``|p - y|^2 / sqrt(E)`` of hidden patches for each of several masks of an image, with one
     pass of the teacher for all.
 
-    Use it in place of ``data2vec`` if the teacher's passes dominate.
+    Use it in place of ``data2vec`` if the teacher's forward passes take most of the time.
 
     Differs from the authors' code:
 
-    * Transformers of timm, which are normalized before each part of a block; there after it.
-    * ``image_weight`` is the weight of a mean over images and masks. There it is one of a sum over
-      those of a GPU: its 0.01 is 2.56 here, for 16 images of 16 masks.
-    * Noise at hidden patches is uniform, and shared by the masks of an image; there normal.
-    * At least one square is visible; the class token starts with a standard deviation of 0.02,
-      there 1.
+    * Transformers are timm's, with norms before each part of a block; in the authors' code, after
+      it.
+    * ``image_weight`` is the weight of a mean over images and masks. In the authors' code it is the
+      weight of a sum over the images and masks of a GPU: 0.01 there equals 2.56 here, for 16 images
+      with 16 masks each.
+    * Noise at hidden patches is uniform, and shared by the masks of an image; in the authors' code
+      it is normal.
+    * At least one square is visible; the class token starts with a standard deviation of 0.02, in
+      the authors' code 1.
     """
 
     paper = (
@@ -113,7 +116,9 @@ class Data2Vec2(MaskedPatches, EMATeacher):
         momentum: Schedule = teacher_momentum(
             {"name": "constant", "start": 0.99999, "warmup": "27%", "warmup_start": 0.9998}
         )
-        """Momentum of the teacher, which rises linearly and stays; smaller for short runs."""
+        """Momentum of the teacher, which rises linearly and then stays constant; smaller for short
+        runs.
+        """
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             backbone = config["backbone"]
@@ -131,7 +136,7 @@ class Data2Vec2(MaskedPatches, EMATeacher):
                 yield f"decoder_kernel: {self.decoder_kernel} must be odd"
 
     def check_grid(self, grid: Grid) -> None:
-        """Raise UserError if all patches are hidden, or none is."""
+        """Raise UserError if all patches or none are hidden."""
         num_patches = grid[0] * grid[1]
         num_hidden = num_patches - self.num_visible(grid)
         check_num_hidden(num_hidden, num_patches, self.config.mask_ratio)

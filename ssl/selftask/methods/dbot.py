@@ -26,7 +26,7 @@ from selftask.registry import register_method
 
 @register_method("dbot")
 class DBOT(KeptPatches):
-    """dBOT (arXiv:2209.03917): MAE that predicts a teacher's features, even of a random teacher.
+    """dBOT (arXiv:2209.03917): MAE that predicts the features of a teacher, which may be random.
 
     The teacher of the first stage has random weights; the run of one stage is the teacher of the
     next: ``method.teacher=RUN``.

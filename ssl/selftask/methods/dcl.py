@@ -46,8 +46,8 @@ class DCL(BatchContrast):
         temperature: float = setting(0.1, above=0)
         """Temperature of the similarities, tau."""
         sigma: float | None = setting(None, above=0)
-        """Temperature of the weights of positives (DCLW, eq. 6): those of less similar views count
-        more; 0.5 in the paper. null: DCL, where all weigh the same.
+        """Temperature of the weights of positives (DCLW, eq. 6), which are larger for less similar
+        views; 0.5 in the paper. null: equal weights (DCL).
         """
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:

@@ -44,10 +44,10 @@ class DeepCluster(ClusteredImages):
 
     Differs from the authors' code:
 
-    * The memory is filled in evaluation mode (training mode there), so that a feature does not
-      depend on the images beside it.
-    * First centroids are drawn from all images, not from those of rank 0. Every process does the
-      whole k-means: the same result without an exchange.
+    * The memory is filled in evaluation mode (in the authors' code, in training mode), so that a
+      feature does not depend on the other images of its batch.
+    * First centroids are drawn from all images, not from those of rank 0. Every process runs the
+      whole k-means, which gives the same result without communication.
     """
 
     paper = (
@@ -93,7 +93,7 @@ class DeepCluster(ClusteredImages):
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=self.config.norm)
 
     def setup(self, task: Task) -> None:
-        """Allocate a slot per image. Raise UserError if there are fewer images than clusters."""
+        """Allocate the memory. Raise UserError if there are fewer images than clusters."""
         config = self.config
         num_images = self.build_memory(task, "num_prototypes", max(config.num_prototypes))
         assignments = torch.full((len(config.num_prototypes), num_images), NO_CLUSTER)

@@ -2,8 +2,8 @@
 
 Equation numbers refer to the paper.
 
-B: images per rank, S: locations of a feature map, E: width of the backbone, D: of the heads, K:
-length of the queues.
+B: images per rank, S: locations of a feature map, E: width of the backbone, D: width of the heads,
+K: length of the queues.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class DenseCL(MomentumContrast, EMATeacher):
 
     Loss: ``(1 - w) InfoNCE(images) + w InfoNCE(locations)`` (eq. 3).
 
-    Use it if the features are to serve detection or segmentation with a convolutional network.
+    Use it to pretrain a convolutional network for detection or segmentation.
 
     Differs from the authors' code:
 
-    * Initial weights of the global head are torch's; there Kaiming's with fan-in, with biases of
-      zero. The dense head's are torch's on both sides.
+    * Initial weights of the global head are torch's; in the authors' code, Kaiming's with fan-in,
+      and zero biases. The dense head has torch's initial weights in both.
     """
 
     paper = (

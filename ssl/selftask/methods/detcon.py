@@ -1,7 +1,7 @@
-"""DetCon: contrast between segments of images, as two views show them.
+"""DetCon: contrast between segments of images that are visible in two views.
 
-B: images per rank, W: ranks, M: regions sampled in a view, E: width of the backbone, D: of the
-heads.
+B: images per rank, W: ranks, M: regions sampled in a view, E: width of the backbone, D: width of
+the heads.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class DetCon(EMATeacher):
     same segment, in both directions.
 
     Use it to pretrain for detection or segmentation. A grid of rectangles divides each image;
-    better segments, such as those of Felzenszwalb and Huttenlocher in the paper, come with the
-    data (``masks``).
+    better segments, such as those of Felzenszwalb and Huttenlocher in the paper, can be provided
+    with the data (``masks``).
 
     Differs from the authors' code:
 
-    * Segments are a grid by default; there those of Felzenszwalb and Huttenlocher.
+    * Segments are a grid by default; in the authors' code, those of Felzenszwalb and Huttenlocher.
     """
 
     paper = "Hénaff et al., Efficient Visual Pretraining with Contrastive Detection, ICCV 2021"
@@ -65,8 +65,8 @@ class DetCon(EMATeacher):
         temperature: float = setting(0.1, above=0)
         """Temperature of the similarities, tau."""
         teacher: bool = True
-        """Whether targets are a teacher's (DetCon-B); false: the network's own projections, with
-        gradient and without a predictor (DetCon-S).
+        """Whether targets come from a teacher (DetCon-B); false: from the network's own
+        projections, with gradient and without a predictor (DetCon-S).
         """
         num_regions: int = setting(16, min=1, tiny=4)
         """Number of regions sampled in each view, with replacement, M."""
@@ -75,8 +75,9 @@ class DetCon(EMATeacher):
         grid: int = setting(5, min=1, max=16)
         """Rows and columns of the rectangles into which an image is divided."""
         masks: str | None = None
-        """Name of an array among the extras of the data that divides images instead: segment
-        numbers (h, w), uint8, of one size for all images, which need not be that of the images.
+        """Name of an array among the extras of the data that divides images instead of the grid:
+        segment numbers (h, w), uint8. All arrays have the same size, which may differ from the size
+        of the images.
         """
 
     def build_head(self, embed_dim: int) -> nn.Module:
@@ -226,9 +227,9 @@ def region_contrast(
 ) -> Tensor:
     """Return the mean cross-entropy of a view's regions with those of the same segment.
 
-    The negatives are the regions of other segments, in both views of all images of all ranks. A
-    region weighs 1 / number of regions of its segment in its view, and 0 if the other view has
-    none of them.
+    The negatives are the regions of other segments, in both views of all images of all ranks. The
+    weight of a region is 1 / number of regions of its segment in its view, or 0 if the other view
+    has no region of this segment.
 
     Args:
         prediction: Regions of the view, (B, M, D), not necessarily normalized.

@@ -39,14 +39,15 @@ class DINO(PrototypeHeads, EMATeacher):
     Published: ImageNet k-NN and linear top-1 of ViT-S/16 74.5 and 77.0, ViT-B/16 76.1 and 78.2,
     ResNet-50 67.5 and 75.3 (authors' README).
 
-    Use it for transformers whose features are used frozen, by k-NN or a linear layer.
+    Use it for transformers whose frozen features are used, by k-NN or a linear layer.
 
     Differs from the authors' code:
 
-    * Positions of the 96-pixel crops are interpolated with antialiasing, up to 1.7e-2 from the
-      published ones: timm does so, and an exported backbone gives the same features there.
-    * A teacher temperature that is warmed up (not in the ImageNet recipe) rises with each step,
-      there with each epoch.
+    * Positions of the 96-pixel crops are interpolated with antialiasing and differ from the
+      published ones by up to 1.7e-2. timm interpolates in the same way, so an exported backbone
+      gives the same features in timm.
+    * If the teacher temperature is warmed up (not in the ImageNet recipe), it rises with each step;
+      in the authors' code, with each epoch.
     """
 
     paper = "Caron et al., Emerging Properties in Self-Supervised Vision Transformers, ICCV 2021"

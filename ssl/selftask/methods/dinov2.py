@@ -2,7 +2,7 @@
 
 iBOT is Zhou et al., ICLR 2022, arXiv:2111.07832.
 
-V: views, the first two of which are global and the other L local; B: images per rank; N: patches of
+V: views, the first two of which are global and the others local; B: images per rank; N: patches of
 a global view; M: masked patches of all global views on this rank; E: width of the backbone; K:
 outputs of the heads.
 """
@@ -74,7 +74,7 @@ class Predictions(NamedTuple):
 
 @register_method("dinov2")
 class DINOv2(PrototypeHeads, EMATeacher):
-    """DINOv2 (arXiv:2304.07193): DINO, the same for hidden patches (iBOT), and spread features.
+    """DINOv2 (arXiv:2304.07193): DINO for images, iBOT for masked patches, and spread features.
 
     Loss: ``DINO + iBOT - w mean log min_j |x_i - x_j|`` (section 4).
 
@@ -85,16 +85,17 @@ class DINOv2(PrototypeHeads, EMATeacher):
 
     Differs from the authors' code:
 
-    * Each global view is masked with ``mask_probability``; there exactly that share of a GPU's
-      views.
-    * KoLeo looks for neighbors in the global batch, there on each GPU alone, as with
-      ``koleo_group_size`` = the batch of a GPU. Means of patch scores for the center weigh each
-      patch alike, there each GPU.
-    * A block skips each image by chance; there it skips a fixed share of a GPU's batch.
-    * Gradients are clipped as a whole; there backbone and heads separately.
-    * Blur: that code hands torchvision 1 - p, so that its views are blurred with probability 0, 0.9
-      and 0.5 and not with the 1, 0.1 and 0.5 that it names. The recipes do what it does. The kernel
-      follows from sigma; there it has 9 pixels.
+    * Each global view is masked with probability ``mask_probability``; in the authors' code exactly
+      this share of a GPU's views is masked.
+    * KoLeo looks for neighbors in the global batch; in the authors' code, on each GPU separately,
+      as with ``koleo_group_size`` = batch of a GPU. Means of patch scores for the center give each
+      patch the same weight; in the authors' code, each GPU.
+    * A block skips each image at random; in the authors' code it skips a fixed share of a GPU's
+      batch.
+    * Gradients are clipped together; in the authors' code, separately for backbone and heads.
+    * The authors' code passes 1 - p to torchvision, so that its views are blurred with probability
+      0, 0.9 and 0.5 instead of 1, 0.1 and 0.5. The recipes have the same effective probabilities.
+      Here the kernel size is computed from sigma; in the authors' code it is 9 pixels.
     """
 
     paper = "Oquab et al., DINOv2: Learning Robust Visual Features without Supervision, TMLR 2024"
@@ -176,7 +177,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         return self.prototype_head(embed_dim, trained_length=not self.config.norm_last_layer)
 
     def build_patch_head(self, embed_dim: int) -> nn.Module:
-        """Build a separate head for masked patches, by default like that for images."""
+        """Build a separate head for masked patches, by default like the head for images."""
         return self.build_head(embed_dim)
 
     def setup(self, task: Task) -> None:
@@ -254,7 +255,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         return batch.input.whole()
 
     def masked_scores(self, scores: Tensor, masks: Masks) -> Tensor:
-        """Select the scores (M, K) of masked patches from the teacher's; by default all."""
+        """Select the scores (M, K) of masked patches from the teacher's scores; by default all."""
         return scores
 
     def teacher_temperatures(self, where: float) -> tuple[float, float]:

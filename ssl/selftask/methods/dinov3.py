@@ -49,11 +49,12 @@ class DINOv3(DINOv2):
 
     Differs from the authors' code:
 
-    * As DINOv2 does: masks, KoLeo, clipping.
-    * The Gram term compares patches of one image; there also of a whole batch, as an option. The
-      Gram teacher sees the views of the student; there, in later stages, those without changes of
-      color.
-    * Random coordinates of RoPE are drawn for each image; there for all images of a rank and size.
+    * Masks, KoLeo and clipping differ as in ``dinov2``.
+    * The Gram term compares patches of one image; the authors' code can also compare those of a
+      whole batch. The Gram teacher sees the views of the student; in later stages of the authors'
+      training it sees views without color augmentation.
+    * Random coordinates of RoPE are drawn for each image; in the authors' code, once for all images
+      of a rank and size.
     """
 
     paper = "Siméoni et al., DINOv3, 2025"
@@ -64,11 +65,11 @@ class DINOv3(DINOv2):
     @dataclass(frozen=True, kw_only=True)
     class Config(DINOv2.Config):
         norm_last_layer: bool = False
-        """Whether the rows of the last layers keep unit length; false: they are plain layers, as in
-        the published code.
+        """Whether the rows of the last layers keep unit length; false: the last layers are plain
+        linear layers, as in the published code.
         """
         patch_out_dim: int | None = setting(None, min=1)
-        """Number of prototypes of patches; null: that of images, ``out_dim``."""
+        """Number of prototypes of patches; null: ``out_dim``, as for images."""
         patch_hidden_dim: int | None = setting(None, min=1)
         """Width of the hidden layers of the head of patches; null: ``hidden_dim``."""
         patch_bottleneck: int | None = setting(None, min=1)
@@ -78,13 +79,15 @@ class DINOv3(DINOv2):
         local_weight: Schedule = setting(1.0, of="schedules", min=0)
         """Weight of the DINO term of local views, relative to ``dino_weight``."""
         gram_start: int | str = setting("80%", duration=True)
-        """Time from which the Gram term counts."""
+        """Time from which the Gram term is added to the loss."""
         gram_copy: int | str = setting("20%", duration=True)
         """Time at which the teacher is copied to be the Gram teacher, before ``gram_start``. Early
-        teachers have the better patches."""
+        teachers have better patch features.
+        """
         gram_teacher: FrozenModule | None = None
-        """Trained backbone of the same architecture that is the Gram teacher at first, in place of
-        the copy at ``gram_copy``, such as ``RUN@STEP``."""
+        """Trained backbone of the same architecture, such as ``RUN@STEP``, that is the initial Gram
+        teacher instead of the copy at ``gram_copy``.
+        """
         gram_renew_every: int | str = setting("5%", duration=True)
         """Time after which the teacher is copied again, counted from ``gram_start``."""
         gram_renewals: int = setting(3, min=0)
@@ -94,7 +97,7 @@ class DINOv3(DINOv2):
         views are loaded at this size, and reduced for student and teacher.
         """
         gram_negatives: Negatives = "keep"
-        """Whether negative similarities count or are set to 0."""
+        """Whether negative similarities are kept or set to 0."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             yield from super().problems(config)
@@ -183,7 +186,7 @@ class DINOv3(DINOv2):
         super()._load_from_state_dict(state, prefix, *args)
 
     def student_views(self, batch: Batch) -> list[Tensor]:
-        """Return all views; the size of global ones is divided by ``gram_scale``."""
+        """Return all views, with the size of global views divided by ``gram_scale``."""
         views, scale = batch.all_views, self.config.gram_scale
         if scale == 1:
             return views
@@ -256,7 +259,8 @@ def gram_loss(patches: Tensor, targets: Tensor, *, negatives: Negatives) -> Tens
     Args:
         patches: Patches of the student, (n, N, E).
         targets: Patches of the Gram teacher, (n, N, E'); E' may differ from E.
-        negatives: Whether negative cosines of both count (``keep``) or are set to 0 (``drop``).
+        negatives: Whether negative cosines of both networks are kept (``keep``) or set to 0
+            (``drop``).
     """
     cosines, wanted = (
         unit @ unit.mT for unit in (F.normalize(patches, dim=2), F.normalize(targets, dim=2))

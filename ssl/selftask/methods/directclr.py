@@ -32,7 +32,8 @@ class DirectCLR(Method):
 
     Differs from the authors' code:
 
-    * BatchNorm statistics are those of both views together; there of each view.
+    * BatchNorm statistics are those of both views together; in the authors' code, those of each
+      view.
     """
 
     paper = (

@@ -26,7 +26,8 @@ class DistillFeatures(Distillation):
 
     Loss: ``distance(W s, t)`` of pooled features, by ``loss``.
 
-    Use it to train a small network to a large one's features, if the large one has no head.
+    Use it to train a small network to reproduce a large one's features, if the large one has no
+    head.
     """
 
     learns_scores = False

@@ -28,7 +28,7 @@ class DistillLogits(Distillation):
     """Distillation of logits (arXiv:1503.02531): a student learns a teacher's class scores.
 
     Loss: ``tau^2 KL(softmax(t/tau) || softmax(s/tau))`` of class scores s and t; ``loss`` selects
-    others.
+    other distances.
 
     Use it if the teacher is a classifier of the classes that you need.
     """

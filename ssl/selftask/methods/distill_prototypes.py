@@ -3,7 +3,7 @@
 Prototypes of images and of patches are matched as in section 5 of DINOv2 (arXiv:2304.07193): with
 the losses of DINO and iBOT, and no masks.
 
-V: views; A: those that the teacher sees; B: images per rank; M: patches of these A * B images; E:
+V: views; A: views that the teacher sees; B: images per rank; M: patches of these A * B images; E:
 features of the student; K: prototypes.
 """
 
@@ -85,9 +85,9 @@ class DistillPrototypes(Distillation):
         hidden_dim: int = setting(2048, min=1, tiny=32)
         """Width of the hidden layers of the student's head."""
         bottleneck: int = setting(256, min=1, tiny=16)
-        """Width of that head before its last layer."""
+        """Width of the student's head before its last layer."""
         num_layers: int = setting(3, min=1, max=100)
-        """Number of layers of that head, without the last layer."""
+        """Number of layers of the student's head, without the last layer."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.pairs == "different" and total_views(config["views"]) < NUM_GLOBAL:

@@ -27,13 +27,13 @@ class EMPSSL(Projected):
     Loss: ``-mean_v (1/2) ln det(I + D/(n eps) Z_v' Z_v) - lambda mean_v cos(z_v, mean)``: the
     coding rate is maximized, while lightly's loss adds it with the other sign (eq. 4).
 
-    Use it with few images and time for many crops of each.
+    Use it with few images and enough time for many crops of each.
 
     Differs from the authors' code:
 
-    * Coding rates are over the images of all ranks; there a GPU has its own.
-    * Evaluations use the backbone of one crop; there the first layer of the head is evaluated, too,
-      as the mean of many crops.
+    * Coding rates are over the images of all ranks; in the authors' code each GPU has its own.
+    * Evaluations use the backbone's features of one crop; the authors' code also evaluates the
+      first layer of the head, averaged over many crops.
     """
 
     paper = "Tong et al., EMP-SSL: Towards Self-Supervised Learning in One Training Epoch, 2023"

@@ -1,4 +1,4 @@
-"""EsViT: DINO for whole views and for their regions, matched by features.
+"""EsViT: DINO for whole views, and for regions of views, matched by their features.
 
 V: views, the first two of which are global; B: images per rank; N: regions of a view, the cells of
 its feature map; K: outputs of a head; E: width of the backbone.
@@ -41,8 +41,8 @@ class Predictions(NamedTuple):
 class EsViT(DINO):
     """EsViT (arXiv:2106.09785): DINO, and the same for regions that match by their features.
 
-    Loss: ``(1 - w) DINO + w (-mean_i sum_k t_k log softmax(s_i/tau)_k)``, t being the target of the
-    teacher's region of largest cosine.
+    Loss: ``(1 - w) DINO + w (-mean_i sum_k t_k log softmax(s_i/tau)_k)``, where t is the target of
+    the teacher's most similar region.
 
     Published: ImageNet k-NN and linear top-1 of Swin-T 75.7 and 78.0, Swin-S 77.7 and 79.5, Swin-B
     78.9 and 80.4 (authors' README).

@@ -36,9 +36,10 @@ class EVA(BlockMaskedPatches):
 
     Differs from the authors' code:
 
-    * The loss is a mean over the hidden patches of an image, then over images; there over those of
-      a batch.
-    * Features of a teacher with another grid of patches are interpolated; there grids are equal.
+    * The loss is a mean over the hidden patches of an image, then over images; in the authors'
+      code, over the hidden patches of a batch.
+    * Features of a teacher with another grid of patches are interpolated; in the authors' code
+      grids are equal.
     """
 
     paper = (

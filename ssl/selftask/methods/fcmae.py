@@ -24,7 +24,7 @@ from selftask.registry import register_method
 class FCMAE(SparK):
     """FCMAE (arXiv:2301.00808): masked pretraining of ConvNeXt V2 by one decoder block.
 
-    It is SparK with a decoder of the coarsest feature map alone, without norms.
+    It is SparK with a decoder that reads only the coarsest feature map and has no norms.
 
     Loss: ``mean (x - x')^2`` of hidden patches, standardized.
 
@@ -32,10 +32,10 @@ class FCMAE(SparK):
 
     Differs from the authors' code:
 
-    * Convolutions are dense, with zeros at hidden positions, as in their JAX code; the result is
-      that of sparse ones, and no arithmetic is saved.
+    * Convolutions are dense, with zeros at hidden positions, as in the authors' JAX code; the
+      result equals that of sparse convolutions, without saving computation.
     * Global response normalization is over the visible positions of an image, as in the paper and
-      in fine-tuning; their PyTorch code takes those of all images of the batch.
+      in fine-tuning; the authors' PyTorch code uses those of all images of the batch.
     """
 
     paper = (
@@ -93,7 +93,7 @@ class BlockDecoder(nn.Module):
         Args:
             maps: One map, the coarsest, (B, E, h, w).
             visible: (B, K) indices of the visible patches.
-            hidden: (B, h, w) bool, True for the others.
+            hidden: (B, h, w) bool, True for hidden patches.
         """
         x = self.embed(maps[0])  # (B, D, h, w)
         with VISIBLE.only(visible, (hidden.shape[1], hidden.shape[2])):

@@ -36,7 +36,7 @@ class FroSSL(Projected):
     Differs from the authors' code:
 
     * Statistics are over the images of all ranks.
-    * The norm is always that of the (D, D) matrix, which equals that of the (N, N) one.
+    * The norm is always computed from the (D, D) matrix; it equals the norm of the (N, N) matrix.
     """
 
     paper = (
@@ -60,13 +60,13 @@ class FroSSL(Projected):
         hidden_dim: int = setting(2048, min=1, tiny=32)
         """Width of the projector's two hidden layers."""
         invariance_weight: float = setting(1.4, min=0)
-        """Weight of the agreement of views, gamma; 2 for 8 views. In I-VNE+ of the cosine."""
+        """Weight of the agreement of views (I-VNE+: of the cosine), gamma; 2 for 8 views."""
         spectrum: Literal["frobenius", "von_neumann"] = "frobenius"
-        """What measures the spectrum: the Frobenius norm, or the von Neumann entropy of unit
-        vectors, from eigenvalues, for which the host waits for a GPU.
+        """Measure of the spectrum: the Frobenius norm, or the von Neumann entropy of unit vectors.
+        The latter needs eigenvalues, for which the host waits for a GPU.
         """
         spectrum_weight: float = setting(1.0, min=0)
-        """Weight of the term of the spectrum."""
+        """Weight of the spectrum's term."""
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return both terms for ``output`` (V, B, D)."""
@@ -110,8 +110,8 @@ def frossl_terms(output: Tensor) -> tuple[Tensor, Tensor]:
 def vne_terms(output: Tensor) -> tuple[Tensor, Tensor]:
     """Return minus the mean cosine of pairs of views, and minus the von Neumann entropy.
 
-    The entropy is that of the eigenvalues of the (D, D) second-moment matrix of unit vectors, which
-    sum to 1. It is a mean over views.
+    It is the entropy of the eigenvalues, which sum to 1, of the (D, D) second-moment matrix of unit
+    vectors, averaged over views.
 
     Args:
         output: (V, B, D).

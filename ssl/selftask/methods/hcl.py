@@ -21,21 +21,22 @@ from selftask.registry import register_method
 
 @register_method("hcl")
 class HCL(BatchContrast):
-    """HCL (arXiv:2010.04592): SimCLR that weights hard negatives and allows for false ones.
+    """HCL (arXiv:2010.04592): SimCLR that weights hard negatives and corrects for false ones.
 
     With ``hardness=0`` it is Debiased Contrastive Learning (Chuang et al., NeurIPS 2020,
     arXiv:2007.00224).
 
-    Loss: ``-log exp(p) / (exp(p) + N)``, N being the sum of negatives weighted by ``exp(beta s)``
-    and corrected by the probability tau+ of false ones (eqs. 4 and 5).
+    Loss: ``-log exp(p) / (exp(p) + N)``, where N is the sum over negatives, weighted by ``exp(beta
+    s)`` and corrected by the probability tau+ of false negatives (eqs. 4 and 5).
 
-    Use it in place of ``simclr`` if many images of a batch are of one class; ``hardness: 0`` only
-    corrects.
+    Use it in place of ``simclr`` if many images of a batch are of one class; with ``hardness: 0``
+    it only corrects for false negatives.
 
     Differs from the authors' code:
 
-    * Negatives are the images of all ranks; there those of one.
-    * BatchNorm statistics are those of both views together; there of each view.
+    * Negatives are the images of all ranks; in the authors' code, those of one rank.
+    * BatchNorm statistics are those of both views together; in the authors' code, those of each
+      view.
     """
 
     paper = "Robinson et al., Contrastive Learning with Hard Negative Samples, ICLR 2021"
@@ -47,7 +48,7 @@ class HCL(BatchContrast):
         same_class: float = setting(0.1, min=0, below=1)
         """Probability that a negative is of the image's own class, tau+; 0.1 for ten classes."""
         hardness: float = setting(1.0, min=0)
-        """Concentration of negatives on similar images, beta; 0: all weigh the same."""
+        """Concentration of negatives on similar images, beta; 0: equal weights."""
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return eq. 5, a mean over images and views; ``output`` (2, B, D)."""

@@ -26,7 +26,7 @@ class Hypersphere(BatchContrast):
 
     Loss: ``mean |x - y|^alpha + w ln mean exp(-t |x_i - x_j|^2)``.
 
-    Use it to monitor agreement and spread as separate terms.
+    Use it to monitor alignment and uniformity as separate terms.
 
     Differs from the authors' code:
 

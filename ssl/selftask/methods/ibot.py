@@ -34,7 +34,7 @@ from selftask.registry import register_method
 
 @register_method("ibot")
 class IBOT(DINOv2):
-    """iBOT (arXiv:2111.07832): DINO, and the same for hidden patches by the same head.
+    """iBOT (arXiv:2111.07832): DINO, and the same loss and head for hidden patches.
 
     With ``attention_masks`` it is AttMask (arXiv:2203.12719).
 
@@ -48,11 +48,14 @@ class IBOT(DINOv2):
 
     Differs from the authors' code:
 
-    * The teacher's temperatures rise with each step, there with each epoch.
-    * ``tied_heads`` applies to student and teacher. There the teacher's heads are tied by default
-      even if the student's are not, so that its patches go through the head of images.
-    * AttMask: each view has a mask ratio of its own, there all views of a GPU's batch the same.
-    * Swin transformers are masked by patches of the input, there by windows of 32 pixels.
+    * The teacher's temperatures rise with each step; in the authors' code, with each epoch.
+    * ``tied_heads`` applies to student and teacher. In the authors' code the teacher's heads are
+      tied by default even if the student's are not, so that the teacher's patches go through the
+      head for images.
+    * AttMask: each view has its own mask ratio; in the authors' code all views of a GPU's batch
+      have the same.
+    * Swin transformers are masked by patches of the input; in the authors' code, by windows of 32
+      pixels.
     """
 
     paper = "Zhou et al., iBOT: Image BERT Pre-Training with Online Tokenizer, ICLR 2022"
@@ -75,7 +78,7 @@ class IBOT(DINOv2):
         momentum: Schedule = teacher_momentum({"name": "cosine", "start": 0.996, "end": 1.0})
         """Momentum of the teacher."""
         koleo_weight: float = setting(0.0, min=0)
-        """Weight of KoLeo, which spreads the embeddings; no term of iBOT."""
+        """Weight of KoLeo, which spreads the embeddings; not part of iBOT."""
         attention_masks: Literal["high", "hint"] | None = None
         """Mask the patches to which the teacher's class token attends most: all of them (``high``),
         or all but some hints among the highest tenth (``hint``); null: random blocks.
@@ -91,7 +94,7 @@ class IBOT(DINOv2):
 
     @torch.no_grad()
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Set masks and input; masks by attention need the teacher's output before the network."""
+        """Set masks and input; attention masks need the teacher's output before the network's."""
         super().prepare_batch(batch, task)
         if self.config.attention_masks:
             with task.autocast():
@@ -116,7 +119,7 @@ class IBOT(DINOv2):
         return whole._replace(masks=whole.masks._replace(indices=every))
 
     def masked_scores(self, scores: Tensor, masks: Masks) -> Tensor:
-        """Select the scores (M, K) of masked patches from those of all, (2 * B * N, K)."""
+        """Select the scores (M, K) of masked patches from the scores of all, (2 * B * N, K)."""
         return scores[masks.indices]
 
     def teacher_temperatures(self, where: float) -> tuple[float, float]:

@@ -27,7 +27,7 @@ from selftask.registry import register_method
 
 @register_method("igpt")
 class IGPT(ViewPixels):
-    """Image GPT: predicts the color of each pixel from those before it, as a language model does.
+    """Image GPT: predicts the color of each pixel from the previous ones, like a language model.
 
     The backbone is a ``causal_vit``. A pixel is one of its patches, whose mean color is predicted:
     ``patch_size: 1`` and small images as in the paper, or larger patches. The first one is
@@ -42,9 +42,11 @@ class IGPT(ViewPixels):
 
     Differs from the authors' code:
 
-    * The palette is a grid of 8 x 8 x 8 colors; there 512 clusters of the colors of ImageNet.
-    * The transformer reads pixels by a linear layer; there it has a trained vector for each color.
-    * The second objective of the paper, to predict masked pixels (BERT), is left out.
+    * The palette is a grid of 8 x 8 x 8 colors; in the authors' code, 512 clusters of ImageNet's
+      colors.
+    * The transformer reads pixels through a linear layer; in the authors' code it has a trained
+      vector for each color.
+    * The second objective of the paper, to predict masked pixels (BERT), is not implemented.
     """
 
     paper = "Chen et al., Generative Pretraining from Pixels, ICML 2020"
@@ -76,7 +78,7 @@ class IGPT(ViewPixels):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["colors"]`` (B, N), those of the patches."""
+        """Compute ``batch["colors"]`` (B, N), the colors of the patches."""
         batch = task.last_batch
         images = to_float32(batch.all_views[0]) * self.std + self.mean
         pixels = F.adaptive_avg_pool2d(images, batch.output.features.tokens.grid)

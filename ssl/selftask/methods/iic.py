@@ -1,6 +1,6 @@
 """IIC: maximize the mutual information between the predicted classes of two views of an image.
 
-V: views, B: images per rank, W: ranks, S: heads, K: classes, which are not those of labels.
+V: views, B: images per rank, W: ranks, S: heads, K: classes, which are unrelated to labels.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class IIC(Method):
 
     Loss: ``-sum P_ij (ln P_ij - lambda ln P_i - lambda ln P_j)`` (eq. 3; lambda in the code).
 
-    Use it if the outputs are to be clusters of about equal size; results vary with the seed.
+    Use it to get clusters of about equal size as outputs; results vary with the seed.
 
     Differs from the authors' code:
 
-    * One set of heads; there a second set with more classes is trained in every other epoch. Its
-      gradients, not those of the first, train features, so take that number of classes.
+    * There is one set of heads; the authors' code trains a second set, with more classes, in every
+      other epoch. The gradients of the second set train the features, so use its number of classes.
     * The joint distribution is that of the images of all ranks.
     """
 
@@ -47,7 +47,7 @@ class IIC(Method):
         num_classes: int = setting(70, min=2, tiny=6)
         """Number of classes, K."""
         num_heads: int = setting(5, min=1, tiny=2)
-        """Number of heads, S; each has classes of its own, and the loss is their mean."""
+        """Number of heads, S, each with its own classes; the loss is a mean over heads."""
         spread: float = setting(1.0, min=1)
         """Weight of the two entropies, lambda; more than 1 favors classes of equal size."""
 

@@ -29,19 +29,20 @@ class IJEPA(BlockPrediction, MaskedPatches, EMATeacher):
 
     Loss: ``smooth L1(predicted, sg t)`` of the patches of hidden blocks.
 
-    Use it for transformers without augmentations of color, with long runs.
+    Use it for transformers, without color augmentation, in long runs.
 
     Differs from the authors' code:
 
-    * Each image has block sizes of its own, scale and aspect are two draws, and blocks lie
-      anywhere, as in the paper. The published code draws one size for a batch, scale and aspect
-      from the same number; never puts a block on the last row or column (12 % of targets touch the
-      last row here); and cuts every block to the smallest of the batch. Sizes of a batch would make
-      the targets of an image depend on the images beside it, and so on the number of ranks.
-    * A context with too few patches takes targets back, the last first; there other positions are
-      tried first.
-    * Learning rate and weight decay are those of the current step; there of the next one
-      (``scheduler.step()`` comes first).
+    * Each image has its own block sizes, scale and aspect are drawn separately, and blocks can be
+      anywhere, as in the paper. The published code draws one size for a batch, with scale and
+      aspect from the same number; never places a block on the last row or column (here 12 % of
+      targets touch the last row); and truncates every block to the smallest of the batch. With
+      sizes per batch, the targets of an image would depend on the other images of its batch, and
+      thus on the number of ranks.
+    * If a context has too few patches, targets may overlap it, the last target first; the authors'
+      code first tries other positions.
+    * Learning rate and weight decay are those of the current step; in the authors' code, those of
+      the next step (``scheduler.step()`` comes first).
     * ``init_std: null`` in recipes for networks much narrower than a ViT-B (digits, ``images``,
       CIFAR-10).
     """

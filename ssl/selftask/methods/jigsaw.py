@@ -33,8 +33,8 @@ class Jigsaw(TilesPretext):
 
     Differs from the authors' code:
 
-    * Each new permutation maximizes the smallest Hamming distance to those already chosen; there
-      the mean distance.
+    * Each new permutation maximizes the smallest Hamming distance to those already chosen; in the
+      authors' code, the mean distance.
     * Tiles are normalized by the statistics of the data set, not by their own.
     """
 

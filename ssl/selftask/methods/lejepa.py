@@ -34,7 +34,7 @@ class LeJEPA(Projected):
 
     Published: Imagenette linear top-1 of ViT-S/8 90.7 after 800 epochs (authors' MINIMAL.md).
 
-    Use it with any backbone; it has no teacher, and one weight to tune.
+    Use it with any backbone; it has no teacher and a single weight to tune.
 
     Differs from the authors' code:
 
@@ -67,7 +67,7 @@ class LeJEPA(Projected):
         num_points: int = setting(17, min=2)
         """Number of points of the integral, T."""
         integral_limit: float = setting(3.0, above=0)
-        """The integral is from minus this number to this number."""
+        """Limit of the integral, which is taken from minus this number to this number."""
         center: Literal["global", "all"] = "global"
         """Views whose mean is predicted: the two global ones, as in the paper, or all."""
 

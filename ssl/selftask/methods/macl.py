@@ -32,8 +32,8 @@ class MACL(BatchContrast):
 
     Differs from the authors' code:
 
-    * The agreement is averaged over the images of all ranks. The authors' code was not
-      available; it is compared with lightly's.
+    * The agreement is averaged over the images of all ranks. The authors' code was not available;
+      results are compared with lightly's code.
     """
 
     paper = (

@@ -38,13 +38,15 @@ class MAE(KeptPatches, ViewPixels):
     Published: ImageNet fine-tuned top-1 after 300 epochs of ViT-B 82.9, after 1600 83.6 (as quoted
     by CMAE's README).
 
-    Use it to fine-tune a transformer; cheap for each image, weak by k-NN.
+    Use it to fine-tune a transformer; the cost per image is low, and frozen features are weak by
+    k-NN.
 
     Differs from the authors' code:
 
-    * PixMIM's low frequencies are a disc around frequency 0; there around half a frequency below.
-    * U-MAE's term compares the pooled features of the images of all ranks; there class tokens,
-      which are most transformers' pooled features, on each GPU alone.
+    * PixMIM's low frequencies are a disc around frequency 0; in the authors' code its center is
+      half a frequency lower.
+    * U-MAE's term compares the pooled features of the images of all ranks; the authors' code
+      compares class tokens (the pooled features of most transformers) on each GPU separately.
     """
 
     paper = "He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022"
@@ -58,8 +60,8 @@ class MAE(KeptPatches, ViewPixels):
         normalize_pixels: bool = True
         """Whether each target patch is normalized to mean 0 and variance 1, table 1d."""
         low_pass: int = setting(0, min=0)
-        """Targets have only frequencies of the image below it, in periods per image (PixMIM: 40 for
-        224 pixels); 0: all frequencies.
+        """Limit of the frequencies of the targets, in periods per image (PixMIM: 40 for 224
+        pixels); 0: all frequencies.
         """
         uniformity_weight: float = setting(0.0, min=0)
         """Weight of U-MAE's term, the mean squared cosine of the features of all pairs of images;
@@ -141,9 +143,9 @@ class MAE(KeptPatches, ViewPixels):
 
 @in_full_precision
 def mean_squared_cosine(features: Tensor) -> Tensor:
-    """Return the mean squared cosine of all pairs of rows of all ranks, also of a row with itself.
+    """Return the mean squared cosine over all pairs of rows of all ranks, including equal rows.
 
-    The term of U-MAE (arXiv:2210.08344).
+    This is U-MAE's term (arXiv:2210.08344).
 
     Args:
         features: (B, E).

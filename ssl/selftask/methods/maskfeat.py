@@ -37,8 +37,9 @@ class MaskFeat(BlockMaskedPatches):
 
     Differs from the authors' code:
 
-    * The loss is a mean over the hidden patches of an image, then over images; there over those of
-      a batch. The number of hidden patches differs slightly between images.
+    * The loss is a mean over the hidden patches of an image, then over images; in the authors'
+      code, over the hidden patches of a batch. The number of hidden patches differs slightly
+      between images.
     """
 
     paper = (

@@ -35,7 +35,7 @@ class MEC(ProjectorTeacher):
 
     Differs from the authors' code:
 
-    * ``expansion`` reaches its end after the warm-up, there one step before.
+    * ``expansion`` reaches its end value after the warm-up; in the authors' code, one step earlier.
     """
 
     paper = "Liu et al., Self-Supervised Learning via Maximum Entropy Coding, NeurIPS 2022"

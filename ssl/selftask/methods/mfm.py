@@ -49,9 +49,11 @@ class MFM(ViewPixels):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         radius: int = setting(16, min=1, tiny=4)
-        """Frequencies below it are low, in periods per image."""
+        """Limit of the low frequencies, in periods per image."""
         low_share: float = setting(0.5, min=0, max=1)
-        """Share of the images of which the low frequencies remain; of others the high ones do."""
+        """Share of the images whose low frequencies are kept; for the others, the high frequencies
+        are kept.
+        """
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
@@ -112,8 +114,8 @@ def remove(pixels: Tensor, removed: Tensor) -> Tensor:
 def frequency_distance(predicted: Tensor, images: Tensor, removed: Tensor) -> Tensor:
     """Return the mean distance in the complex plane of the removed frequencies of two images.
 
-    It is a mean over channels and over the removed frequencies of the images of all ranks, so an
-    image counts by their number. The FFT is orthonormal.
+    It is a mean over channels and over the removed frequencies of the images of all ranks, so the
+    weight of an image is its number of removed frequencies. The FFT is orthonormal.
 
     Args:
         predicted: (B, C, H, W).

@@ -33,7 +33,8 @@ class MILAN(KeptPatches):
     """MILAN (arXiv:2208.06049): MAE that predicts the features of CLIP, with masks chosen by CLIP.
 
     Patches to which the class token of the frozen teacher attends are kept more often. The features
-    of the whole image are predicted: those of its class token, of kept and of masked patches.
+    of the whole image are predicted: the features of its class token, of kept and of masked
+    patches.
 
     Loss: ``2 - 2 cos(p, sg t)``.
 
@@ -45,8 +46,8 @@ class MILAN(KeptPatches):
 
     * Targets are the teacher's features as the backbone returns them. In mmselfsup, CLIP's are
       projected to the space of captions.
-    * Features and attention of a teacher with another grid of patches are interpolated; there grids
-      are equal.
+    * Features and attention of a teacher with another grid of patches are interpolated; in the
+      authors' code grids are equal.
     """
 
     paper = "Hou et al., MILAN: Masked Image Pretraining on Language Assisted Representation, 2022"
@@ -69,7 +70,7 @@ class MILAN(KeptPatches):
         return PromptingNetwork(backbone, decoder)
 
     def draw(self, seed: int, key: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
-        """Draw a number for each patch, (B, N); ``prepare_batch`` chooses patches by them."""
+        """Draw a number for each patch, (B, N), by which ``prepare_batch`` chooses patches."""
         rows, columns = self.grid_of(*sizes[0])
         return uniform(seed, key, rows * columns)
 
@@ -103,7 +104,7 @@ def sampled_order(draws: Tensor, weights: Tensor) -> Tensor:
     """Return the order in which patches are drawn without replacement.
 
     The next patch is drawn with a probability proportional to its weight among the remaining ones:
-    the order of -ln(u) / w for uniform u (Efraimidis and Spirakis, 2006).
+    this is the ascending order of -ln(u) / w for uniform u (Efraimidis and Spirakis, 2006).
 
     Args:
         draws: (B, N) in [0, 1).

@@ -1,7 +1,7 @@
 """MixMIM: reconstruct both images of a mixed one.
 
-B: images per rank, N: squares of an image, K that it keeps in its mixed image and M that its
-partner fills, P: numbers in a square (its pixels times the channels), E: width of the backbone.
+B: images per rank, N: squares of an image, K of which it keeps in the mixed image and M of which
+its partner fills, P: numbers in a square (its pixels times the channels), E: width of the backbone.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ class MixMIM(KeptPatches):
     """MixMIM (arXiv:2205.13137): reconstructs the two images that are mixed in its input; for Swin.
 
     Squares of one image are filled by those of another one instead of mask tokens, so that the
-    whole backbone, also a hierarchical one, works on patches of images only. The patches of each
-    image attend to one another alone. The later title of the paper is MixMAE.
+    whole backbone, even a hierarchical one, processes only real patches. The patches of each image
+    attend only to one another. The later title of the paper is MixMAE.
 
-    Loss: ``mean (x - x')^2`` of the squares of each image that its half of the mixed image lacks,
-    standardized.
+    Loss: ``mean (x - x')^2`` of the standardized squares of each image that are missing in the
+    mixed image.
 
     Published: ImageNet fine-tuned top-1 after 600 epochs of Swin-B 85.1, Swin-L 85.9 (authors'
     README).
 
-    Use it in place of ``mae`` for a Swin transformer. The features of a plain transformer are those
-    of ``mae`` with half the patches; leave out its class token, which no patch would see.
+    Use it in place of ``mae`` for a Swin transformer. With a plain transformer it amounts to
+    ``mae`` with half the patches; build it without a class token, to which no patch would attend.
 
     Differs from the authors' code:
 
-    * Neighbors in the batch are mixed, and each pair has its own squares, so that they do not
-      depend on the number of ranks; there an image and its mirror place in the batch of a GPU, and
-      all have the same squares.
-    * timm's Swin, with shifted windows and without absolute positions; there without shifts, with
-      sine-cosine positions.
+    * Neighbors in the batch are mixed, and each pair has its own squares, so that results do not
+      depend on the number of ranks; the authors' code mixes an image with the one at the mirrored
+      position in the batch of a GPU, and all pairs have the same squares.
+    * The backbone is timm's Swin, with shifted windows and without absolute positions; the authors'
+      Swin has no shifts, and sine-cosine positions.
     """
 
     paper = (
@@ -149,7 +149,7 @@ class MixMIM(KeptPatches):
 
 
 class MixedNetwork(Network):
-    """Backbone for mixed images, and a decoder that predicts what each half lacks.
+    """Backbone for mixed images, and a decoder that predicts the missing squares of both images.
 
     ``prediction`` of its output is (B, N, P): the M squares that the image lacks in its mixed
     image, then the K squares that its partner lacks there.
@@ -168,7 +168,7 @@ class MixedNetwork(Network):
 
 
 def partners(rows: Tensor) -> Tensor:
-    """Exchange the neighbors in a batch (B, ...): 0 and 1, 2 and 3, ...; a last one stays alone."""
+    """Exchange the neighbors in a batch (B, ...): 0 and 1, 2 and 3, ...; an odd last one stays."""
     index = torch.arange(len(rows), device=rows.device)
     return rows[(index ^ 1).clamp(max=len(rows) - 1)]
 

@@ -37,8 +37,8 @@ class MMCR(Projected):
 
     Differs from the authors' code:
 
-    * The gradient reaches the images of all ranks; there each rank's own only, which scales it by
-      1 / W.
+    * The gradient flows to the images of all ranks; in the authors' code only to each rank's own,
+      which scales it by 1 / W.
     """
 
     paper = (
@@ -80,7 +80,7 @@ class MMCR(Projected):
             task.last_batch["teacher"] = self.teacher(task.last_batch.input)  # (V, B, D)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of eq. 3, the local one if it has a weight; ``output`` (V, B, D)."""
+        """Return the terms of eq. 3, the local one if its weight is not 0; ``output`` (V, B, D)."""
         terms = {"global_norm": -global_norm(output, batch.added.get("teacher"))}
         if self.config.local_weight:
             terms["local_norm"] = self.config.local_weight * local_norm(output)

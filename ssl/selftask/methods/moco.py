@@ -44,12 +44,12 @@ class MoCo(MomentumContrast, EMATeacher):
     Published: ImageNet linear top-1 of ResNet-50 67.5 after 200 epochs, 71.1 after 800 (authors'
     README).
 
-    Use it for contrast with small batches: the queue has the negatives.
+    Use it for contrastive learning with small batches, since the negatives come from the queue.
 
     Differs from the authors' code:
 
-    * BatchNorm is shuffled by dealing out the batch, which is in random order already, and not by
-      another permutation.
+    * BatchNorm is shuffled by giving each rank every W-th image of the batch, which is already in
+      random order, instead of by another permutation.
     """
 
     paper = "Chen et al., Improved Baselines with Momentum Contrastive Learning, 2020"

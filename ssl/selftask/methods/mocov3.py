@@ -32,13 +32,14 @@ class MoCoV3(ProjectorTeacher):
     Published: ImageNet linear top-1 of ResNet-50 72.8 after 300 epochs, 74.6 after 1000 (authors'
     README).
 
-    Use it for contrast with large batches, transformers included.
+    Use it for contrastive learning with large batches, also of transformers.
 
     Differs from the authors' code:
 
-    * The teacher is updated after a step, there before the next one: the same but for its
-      momentum, which is that of the step before.
-    * Initial weights are torch's and timm's; there those of a transformer's layers are Xavier's.
+    * The teacher is updated after a step, in the authors' code before the next one. The only
+      difference is the momentum, which is that of the previous step.
+    * Initial weights are torch's and timm's; in the authors' code a transformer's layers have
+      Xavier's.
     """
 
     paper = "Chen et al., An Empirical Study of Training Self-Supervised Vision Transformers, 2021"
@@ -61,8 +62,8 @@ class MoCoV3(ProjectorTeacher):
         temperature: float = setting(0.2, above=0)
         """Temperature of the similarities, tau; 1.0 for a ResNet in the paper."""
         freeze_patches: bool = False
-        """Whether the patch projection of a vision transformer keeps its first weights, which makes
-        training more stable (section 4.2).
+        """Whether the patch projection of a vision transformer keeps its initial weights, which
+        makes training more stable (section 4.2).
         """
         fixed_positions: bool = False
         """Whether a vision transformer has fixed sine-cosine positions, as in the paper."""
@@ -107,7 +108,7 @@ def _mlp(*sizes: int, last_norm: bool) -> nn.Sequential:
 def prediction_loss(prediction: Tensor, key: Tensor, *, temperature: float) -> Tensor:
     """Return 2 tau times the cross-entropy of predictions with keys, summed over both directions.
 
-    The key of a prediction is that of the other view, among the keys of all ranks.
+    The positive of a prediction is the key of the other view, among the keys of all ranks.
 
     Args:
         prediction: (2, B, D), not necessarily normalized.

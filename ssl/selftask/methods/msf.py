@@ -36,7 +36,8 @@ class MSF(ProjectorTeacher):
 
     Differs from the authors' code:
 
-    * BatchNorm of the teacher is not shuffled; there its images are exchanged between the GPUs.
+    * BatchNorm of the teacher is not shuffled; in the authors' code its images are exchanged
+      between GPUs.
     """
 
     paper = "Koohpayegani et al., Mean Shift for Self-Supervised Learning, ICCV 2021"

@@ -3,8 +3,8 @@
 With ``power`` above 0 it is PMSN, whose prototypes follow a power law: Assran et al., The Hidden
 Uniform Cluster Prior in Self-Supervised Learning, ICLR 2023, arXiv:2210.07277.
 
-V: views that the student sees, M of them masked; B: images per rank; N: patches of a masked view;
-D: width of the head; K: prototypes.
+V: views that the student sees, M of which are masked; B: images per rank; N: patches of a masked
+view; D: width of the head; K: prototypes.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class MSN(PrototypeLayer, EMATeacher):
 
     Loss: ``CE(sharpened t, s) - lambda H(mean s)`` (eq. 2).
 
-    Use it for transformers that get few labels afterwards.
+    Use it for transformers that are later trained on few labels.
 
     Differs from the authors' code:
 
-    * Each image has a mask of its own; there one mask for all images of a GPU.
-    * Learning rate and weight decay are those of the current step; there of the next one. Gradients
-      of prototypes are clipped with the others.
+    * Each image has its own mask; in the authors' code all images of a GPU share one.
+    * Learning rate and weight decay are those of the current step; in the authors' code, those of
+      the next step. Gradients of prototypes are clipped with the others.
     * Positions of the 96-pixel crops are interpolated with antialiasing, as in DINO.
     * With ``power`` above 0, Sinkhorn-Knopp also balances the targets by the power law. The
       authors' code of PMSN was not available.

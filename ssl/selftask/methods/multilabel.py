@@ -1,4 +1,4 @@
-"""Supervised learning of several labels per image, each of which is 1, 0 or -1 (unknown).
+"""Supervised learning with several labels per image, each of which is 1, 0 or -1 (unknown).
 
 B: images per rank, C: labels of an image.
 """
@@ -28,7 +28,7 @@ class Multilabel(Classification):
 
     Loss: ``-y ln sigmoid(s) - (1 - y) ln sigmoid(-s)`` of known labels.
 
-    Use it as a reference with labels, several for each image.
+    Use it as a supervised reference if images have several labels each.
     """
 
     requires = ("numbers",)
@@ -58,7 +58,7 @@ class Multilabel(Classification):
 
     @property
     def chance_loss(self) -> float:
-        """Binary cross-entropy of equal scores: ln 2."""
+        """Binary cross-entropy of equal scores: ln 2, times the sum of the heads' weights."""
         return self.total_weight * math.log(2)
 
 

@@ -24,7 +24,7 @@ class NEPA(Method):
     """NEPA (arXiv:2512.16922): predicts the embedding of the next patch; no decoder, no teacher.
 
     Patches are projected to embeddings, and the transformer, in which each patch attends to itself
-    and to those before it, predicts the next embedding.
+    and to earlier patches, predicts the next embedding.
 
     Loss: ``-cos(f(z_1 ... z_k), sg(z_{k+1}))`` of embeddings z.
 
@@ -32,8 +32,8 @@ class NEPA(Method):
 
     Use it to fine-tune the network, as a simple alternative to masked images; weak by k-NN.
 
-    Written from the paper and its pseudo-code, without figures of the authors' code. Targets are
-    projections of patches without their positions.
+    Implemented from the paper and its pseudo-code; not compared with results of the authors' code.
+    Targets are projections of patches without their positions.
     """
 
     paper = "Xu et al., Next-Embedding Prediction Makes Strong Vision Learners, arXiv 2025"

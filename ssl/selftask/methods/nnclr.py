@@ -32,7 +32,7 @@ class NNCLR(NeighborTargets):
 
     Differs from the authors' code:
 
-    * The authors' code was not available; it is compared with solo-learn's.
+    * The authors' code was not available; results are compared with solo-learn's code.
     """
 
     paper = (

@@ -39,8 +39,8 @@ class NPID(MemoryContrast):
 
     * An image is never its own negative, and the memory starts with unit vectors. The published
       code draws from all images and starts with vectors of about unit length.
-    * Z is estimated from negatives, as in the paper; there from negatives and the positive. There
-      1e-7 is added to the denominators of NCE.
+    * Z is estimated from negatives, as in the paper; in the authors' code, from negatives and the
+      positive. The authors' code adds 1e-7 to the denominators of NCE.
     """
 
     paper = (
@@ -105,12 +105,12 @@ class NPID(MemoryContrast):
 
 @in_full_precision
 def full_softmax(features: Tensor, memory: Tensor, index: Tensor, temperature: float) -> Tensor:
-    """Return the cross-entropy of the image's own entry among all (eq. 2, 3), averaged over images.
+    """Return the cross-entropy of each image's own entry among all (eq. 2, 3), a mean over images.
 
     Args:
         features: (B, D), not necessarily normalized.
         memory: Entries of all images, (N, D) unit vectors.
-        index: Numbers of the images, (B,).
+        index: Indices of the images, (B,).
         temperature: tau.
     """
     return F.cross_entropy(F.normalize(features, dim=1) @ memory.T / temperature, index)

@@ -1,6 +1,6 @@
 """OBoW: predict which visual words occur in an image, with a vocabulary of the latest features.
 
-V: views of the student, B: images per rank, N: cells of a feature map, E: width of the backbone; of
+V: views of the student, B: images per rank, N: cells of a feature map, E: width of the backbone; at
 each level, C: channels, K: words.
 """
 
@@ -157,7 +157,7 @@ def word_generator(channels: int, embed_dim: int) -> nn.Module:
 
 
 def inner_cells(features: Tensor) -> Tensor:
-    """Return feature maps (B, C, h, w) without their border; small maps stay as they are."""
+    """Return feature maps (B, C, h, w) without their border; small maps are unchanged."""
     return features[:, :, 1:-1, 1:-1] if min(features.shape[2:]) > 2 else features
 
 
@@ -166,7 +166,7 @@ def local_average(cells: Tensor, position: Tensor) -> Tensor:
 
     Args:
         cells: (B, C, h, w).
-        position: Where the neighborhood lies among all, in [0, 1): (B,).
+        position: Relative position of the neighborhood among all of them, in [0, 1): (B,).
     """
     rows, columns = (min(3, size) for size in cells.shape[2:])
     averages = F.avg_pool2d(cells, (rows, columns), stride=1).flatten(2)  # (B, C, N)

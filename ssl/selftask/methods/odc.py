@@ -1,4 +1,4 @@
-"""ODC: clusters of all images that change with each step, and their prediction.
+"""ODC: predict clusters of all images, which change with each step.
 
 B: images per rank; N: images of the data set; D: width of the head; K: clusters.
 """
@@ -41,10 +41,11 @@ class ODC(ClusteredImages):
 
     Differs from the authors' code:
 
-    * Small clusters are replaced before each epoch; there after each step.
-    * The first clusters are those of spherical k-means of the initial features.
-    * The mean of w is that of the global batch, there of a GPU's batch.
-    * No dropout in the head, and momentum for the classifier as for other layers; there none.
+    * Small clusters are replaced before each epoch; in the authors' code, after each step.
+    * The first clusters are found by spherical k-means of the initial features.
+    * The mean of w is over the global batch; in the authors' code, over a GPU's batch.
+    * The head has no dropout, and the classifier has the same optimizer momentum as other layers;
+      in the authors' code it has none.
     """
 
     paper = (
@@ -68,7 +69,9 @@ class ODC(ClusteredImages):
         renew_every: int = setting(10, min=1, tiny=2)
         """Steps after which the centroids are renewed."""
         min_size: int = setting(20, min=2, tiny=2)
-        """Minimum images of a cluster; a smaller cluster is replaced by half of the largest."""
+        """Minimum number of images in a cluster; a smaller cluster is replaced by half of the
+        largest.
+        """
 
     labels: Tensor
     centroids: Tensor
@@ -131,7 +134,7 @@ class ODC(ClusteredImages):
 
     @torch.no_grad()
     def replace_small_clusters(self, draws: torch.Generator) -> None:
-        """Give the images of small clusters to others, then split the largest in their place.
+        """Move the images of small clusters to others, and split large clusters to replace these.
 
         The result is the same on every rank.
         """
@@ -183,14 +186,14 @@ def cluster_sizes(labels: Tensor, num_clusters: int) -> Tensor:
 
 
 def cluster_means(rows: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
-    """Return the mean of the rows of each cluster, (K, D); that of an empty cluster stays.
+    """Return the mean of the rows of each cluster, (K, D); an empty cluster keeps its centroid.
 
     Sums have a fixed order, so that ranks agree.
 
     Args:
         rows: (N, D).
         labels: (N,), the cluster of each row or ``NO_CLUSTER``.
-        centroids: The means before, (K, D).
+        centroids: The previous centroids, (K, D).
     """
     sizes = cluster_sizes(labels, len(centroids))
     without = (labels < 0).sum()[None]

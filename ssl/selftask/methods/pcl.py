@@ -43,16 +43,17 @@ class PCL(MomentumContrast, EMATeacher):
     Published: ImageNet linear top-1 of ResNet-50 67.6 after 200 epochs, version 2 (authors'
     README).
 
-    Use it in place of ``moco`` if groups of images are expected; clusters all images each epoch.
+    Use it in place of ``moco`` if images form groups; it clusters all images in each epoch.
 
     Differs from the authors' code:
 
-    * Clusters are those of the teacher's latest output for each image, which is kept in a memory;
-      there of an additional pass over the images without augmentation.
-    * k-means is spherical and starts once; there its centers are normalized at the end, and the
-      best of five starts is taken.
-    * All other clusters are negatives, each once. There they are 16,384 drawn ones and those of
-      other images of the batch, among which may be the cluster of the image itself.
+    * Clusters are computed from the teacher's latest output for each image, stored in a memory; in
+      the authors' code, from an additional pass over the images without augmentation.
+    * k-means is spherical and starts once; in the authors' code its centers are normalized at the
+      end, and the best of five starts is taken.
+    * All other clusters are negatives, each once. In the authors' code they are 16,384 random
+      clusters and those of other images of the batch, which may include the cluster of the image
+      itself.
     """
 
     paper = (
@@ -128,7 +129,8 @@ class PCL(MomentumContrast, EMATeacher):
         """Set prototypes, densities and assignments of all clusterings.
 
         The result depends on memory, seed and epoch only, so it is the same on every rank. Raises
-        UserError for fewer images than clusters; with ``drop_last`` an epoch leaves some out.
+        UserError for fewer images than clusters; an epoch omits some images, since its last partial
+        batch is dropped.
         """
         config = self.config
         is_filled = self.memory.rows.any(dim=1)  # (N,)

@@ -28,15 +28,15 @@ class PIRL(MemoryContrast):
 
     Loss: ``lambda NCE(m, tiles) + (1 - lambda) NCE(m, image)`` (eq. 5).
 
-    Use it in place of ``npid`` if order of parts is to be ignored.
+    Use it in place of ``npid`` if the order of an image's parts should not matter.
 
     Differs from the authors' code:
 
-    * Image and tiles are compared with the same negatives, of which an image is never its own;
-      there each with draws of its own, from all images.
-    * Z is estimated from the negatives of the image; there from those of the tiles and the
-      positive.
-    * No random photometric shift of the channels.
+    * Image and tiles are compared with the same negatives, and an image is never its own negative;
+      in the authors' code both have separate negatives, drawn from all images.
+    * Z is estimated from the negatives of the image; in the authors' code, from those of the tiles
+      and the positive.
+    * There is no random photometric shift of the channels.
     """
 
     paper = (
@@ -80,8 +80,8 @@ class PIRL(MemoryContrast):
 class TilesNetwork(Network):
     """Network from image and tiles (B, C, H, W) and the tiles' order (B, T) to outputs (2, B, D).
 
-    Output 0 is that of the image, by a linear layer. Output 1 is that of the tiles: one layer is
-    applied to each tile, and another one to the concatenated tiles.
+    Output 0 is a linear layer of the image's features. Output 1 is computed from the tiles: one
+    layer is applied to each tile, and another one to the concatenated results.
     """
 
     def __init__(self, backbone: nn.Module, embed_dim: int, num_tiles: int, out_dim: int) -> None:

@@ -39,7 +39,7 @@ class PixPro(EMATeacher):
 
     Differs from the authors' code:
 
-    * The term for whole images, which is off there, is left out.
+    * The term for whole images, which is disabled in the authors' code, is not implemented.
     """
 
     paper = (
@@ -169,7 +169,7 @@ def close_cells(
 
     Args:
         first: Augmentation parameters of the first view, whose cells are the rows of the result.
-        second: Those of the second view.
+        second: Augmentation parameters of the second view.
         grid: Rows and columns of the feature map of each view.
         max_distance: Limit of the distance of two centers, in diagonals of the larger cell.
 

@@ -1,4 +1,4 @@
-"""Relative location: predict where a tile lies, seen from the tile in the center.
+"""Relative location: predict the position of a tile relative to the tile in the center.
 
 B: images per rank, T: tiles of an image, E: width of the backbone.
 """
@@ -21,7 +21,7 @@ CENTER = 4  # of 3 x 3 tiles, row by row
 
 @register_method("relative_location")
 class RelativeLocation(TilesPretext):
-    """Context prediction (arXiv:1505.05192): predicts where a tile lies beside the center tile.
+    """Context prediction (arXiv:1505.05192): predicts the position of a tile.
 
     Loss: ``-log softmax(s)[neighbor]``, one of eight.
 
@@ -29,8 +29,9 @@ class RelativeLocation(TilesPretext):
 
     Differs from the authors' code:
 
-    * All eight neighbors of a center tile are predicted, as in mmselfsup; there one pair at a time.
-    * No dropout in the classifier.
+    * All eight neighbors of a center tile are predicted, as in mmselfsup; in the authors' code, one
+      pair at a time.
+    * The classifier has no dropout.
     """
 
     paper = (

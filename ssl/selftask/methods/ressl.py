@@ -52,7 +52,7 @@ class ReSSL(MomentumContrast, EMATeacher):
         out_dim: int = setting(512, min=1, tiny=16)
         """Width of the head's output, D."""
         hidden_dim: int | None = setting(4096, min=1, tiny=32)
-        """Width of the head's hidden layer; null: that of the backbone."""
+        """Width of the head's hidden layer; null: the width of the backbone."""
         queue_size: int = setting(131_072, min=1, tiny=lambda batch: 2 * batch)
         """Length of the queue, in keys; K."""
         temperature: float = setting(0.1, above=0)

@@ -24,16 +24,17 @@ from selftask.registry import register_method
 class SALT(BlockPrediction, MaskedPatches):
     """SALT (arXiv:2509.24317): I-JEPA whose teacher is a trained network that does not change.
 
-    The teacher, any size of network, first learns to reconstruct masked pixels, by a run of ``mae``
-    for instance: ``method.teacher=RUN``.
+    The teacher, a network of any size, is first trained to reconstruct masked pixels, for instance
+    by a run of ``mae``: ``method.teacher=RUN``.
 
     Loss: ``|p - LN(t)|`` of the patches of hidden blocks.
 
-    Use it in place of ``ijepa`` if a trained teacher exists: its targets stay the same, so that
-    losses of different times, runs and sizes of network can be compared.
+    Use it in place of ``ijepa`` if a trained teacher exists: its targets do not change, so that
+    losses of different steps, runs and network sizes can be compared.
 
-    Written from the paper, without figures of the authors' code. The paper trains on videos, and
-    its teacher with the masks of the student; those of ``mae`` are random.
+    Implemented from the paper; not compared with results of the authors' code. The paper trains on
+    videos, and trains its teacher with the masks of the student, whereas masks of ``mae`` are
+    random.
     """
 
     paper = (

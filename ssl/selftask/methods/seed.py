@@ -44,7 +44,7 @@ class SEED(QueueDistillation):
     @dataclass(frozen=True, kw_only=True)
     class Config(QueueDistillation.Config):
         hidden_dim: int | None = setting(None, min=1, tiny=32)
-        """Width of the hidden layer of the student's head; null: that of its backbone."""
+        """Width of the hidden layer of the student's head; null: the width of its backbone."""
         temperature: float = setting(0.2, above=0)
         """Temperature of the student's similarities."""
         teacher_temperature: float = setting(0.01, above=0)

@@ -33,8 +33,8 @@ _COMPARED_EVERY = 10  # iterations
 class SeLa(Method):
     """SeLa (arXiv:1911.05371): predicts cluster labels that are balanced over all images.
 
-    Loss: ``-log softmax(s)[label]``, mean over heads; the labels minimize the same loss among those
-    that all occur equally often (eq. 3).
+    Loss: ``-log softmax(s)[label]``, mean over heads; the labels minimize the same loss under the
+    constraint that all labels occur equally often (eq. 3).
 
     Published: ImageNet linear top-1 of ResNet-50 61.5 with ten heads of 3,000 labels (authors'
     README).
@@ -43,7 +43,7 @@ class SeLa(Method):
 
     Differs from the authors' code:
 
-    * Labels are renewed between epochs; there also within them.
+    * Labels are renewed between epochs; in the authors' code, also within epochs.
     * Scalings are computed as logarithms, over the images of all ranks.
     """
 
@@ -61,7 +61,9 @@ class SeLa(Method):
         image of a rank.
         """
         sharpness: float = setting(25.0, above=0)
-        """Exponent of the probabilities, lambda; larger values stay closer to the network's."""
+        """Exponent of the probabilities, lambda; with larger values, labels are closer to the
+        network's predictions.
+        """
         num_renewals: int = setting(80, min=1, tiny=2)
         """Number of renewals of the labels, at most one an epoch, more often at first."""
 
@@ -134,7 +136,7 @@ def balanced_labels(logits: Tensor, *, sharpness: float) -> Tensor:
     """Return the labels of this rank's images; over all ranks each occurs about equally often.
 
     Algorithm 1: probabilities to the power of lambda are scaled by row (image) and column (label)
-    until the factors of the images change little.
+    until the factors of the images converge.
 
     Args:
         logits: (N / W, K).

@@ -31,12 +31,14 @@ class ShuffledDBN(Method):
 
     Loss: ``2 - 2 cos(w1, w2)`` of features whitened in random groups.
 
-    Use it without a teacher, a predictor or negatives.
+    Use it if no teacher, predictor or negatives are wanted.
 
     Differs from the authors' code:
 
-    * White features are compared as unit vectors; there as they are, by ``|w1 - w2|^2``.
-    * Means and covariances are over the images of all ranks, and ``epsilon`` is added; there 0.
+    * Whitened features are compared as unit vectors; in the authors' code without normalization, by
+      ``|w1 - w2|^2``.
+    * Means and covariances are over the images of all ranks, and ``epsilon`` is added to variances;
+      in the authors' code it is 0.
     """
 
     paper = "Hua et al., On Feature Decorrelation in Self-Supervised Learning, ICCV 2021"
@@ -56,8 +58,8 @@ class ShuffledDBN(Method):
         shuffle: bool = True
         """Whether features are shuffled before they are grouped, in another order at each step."""
         epsilon: float = setting(1e-6, above=0)
-        """Added to variances; features may collapse into few directions unless it is much smaller
-        than these.
+        """Number added to variances; if it is not much smaller than the variances, features may
+        collapse to few directions.
         """
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:

@@ -34,8 +34,8 @@ class SigLIP(CLIP):
 
     Differs from the authors' code:
 
-    * The towers are those of CLIP, with its differences; there the text transformer has no causal
-      mask, and images are pooled by attention.
+    * The towers are those of ``clip``, and differ as stated there; in the authors' code the text
+      transformer has no causal mask, and images are pooled by attention.
     """
 
     paper = "Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023"
@@ -67,7 +67,7 @@ class SigLIP(CLIP):
         return judge_pairs(output[0], output[1], self.log_scale, self.bias)
 
     def on_update(self, task: Task) -> None:
-        """Do not limit the scale of the logits, unlike CLIP."""
+        """Do nothing: unlike in CLIP, the scale of the logits is not limited."""
 
     @property
     def chance_loss(self) -> float:
@@ -81,7 +81,7 @@ class SigLIP(CLIP):
 
 @in_full_precision
 def judge_pairs(images: Tensor, captions: Tensor, log_scale: Tensor, bias: Tensor) -> Tensor:
-    """Return -log sigmoid(y (t cos + b)), summed over the captions of all ranks, mean over images.
+    """Return -log sigmoid(y (t cos + b)), summed over all ranks' captions and averaged over images.
 
     y is 1 for an image and its caption, else -1. Captions are taken rank by rank, and their logits
     (B, B) are computed again in the backward pass, so that no (B, B * W) matrix is kept.

@@ -30,14 +30,14 @@ class SimCLR(BatchContrast):
 
     Loss: ``-log exp(cos/tau) / sum exp(cos/tau)`` over all other views (eq. 1).
 
-    Use it as the first run on new images: simple and steady, best with large batches.
+    Use it as the first run on new images: it is simple and robust, and best with large batches.
 
     Differs from the authors' code:
 
-    * An epoch leaves out the last partial batch and has 312 steps, so that warm-up and run have
-      3,120 and 312,000 steps; there 3,127 and 312,786, counted in images.
+    * An epoch omits the last partial batch and has 312 steps, so that warm-up and run have 3,120
+      and 312,000 steps; in the authors' code, which counts images, 3,127 and 312,786.
     * Initial weights of convolutions and head are torch's, not TensorFlow's. Every layer of the
-      head is followed by BatchNorm, which takes their scale out.
+      head is followed by BatchNorm, which cancels the scale of its weights.
     * The head has two layers, as in the paper. The code's default of three is SimCLR v2's.
     """
 
@@ -78,8 +78,8 @@ def info_nce(*views: Tensor, temperature: float) -> Tensor:
     """Return the NT-Xent loss of this rank's views, averaged over images and pairs of views.
 
     Each of V * B rows (V views of B images) is compared with the V * B * W rows of W ranks. The
-    denominator of a pair has the positive and all views of other images. With two views this is
-    eq. 1; with more, the other views of the same image are left out.
+    denominator of a pair has the positive and all views of other images. With two views this is eq.
+    1; with more, the other views of the same image are excluded.
 
     Args:
         *views: V tensors (B, D), not necessarily normalized.

@@ -32,13 +32,14 @@ class SimMIM(MaskedPatches):
 
     Loss: ``mean |x - x'|`` of hidden patches.
 
-    Use it to fine-tune Swin and others that cannot skip patches.
+    Use it to fine-tune Swin and other networks that cannot skip patches.
 
     Differs from the authors' code:
 
-    * The learning rate is that of the current step; there of the step before.
-    * There 1e-5 is added to the number of masked pixels.
-    * ViT-B: learned positions; there relative position biases that all blocks share.
+    * The learning rate is that of the current step; in the authors' code, of the previous step.
+    * The authors' code adds 1e-5 to the number of masked pixels.
+    * ViT-B has learned positions; in the authors' code, relative position biases that all blocks
+      share.
     """
 
     paper = "Xie et al., SimMIM: a Simple Framework for Masked Image Modeling, CVPR 2022"

@@ -48,7 +48,7 @@ class SimSiam(NeighborTargets):
         projector_layers: int = setting(3, min=2)
         """Number of layers of the projector; 2 for CIFAR-10."""
         projector_dim: int | None = setting(None, min=1, tiny=32)
-        """Width of the projector's hidden layers; null: that of the backbone."""
+        """Width of the projector's hidden layers; null: the width of the backbone."""
         fix_predictor_lr: bool = True
         """Whether the learning rate of the predictor stays constant after the warm-up."""
 

@@ -40,11 +40,11 @@ class SMoG(ProjectorTeacher):
 
     Use it in place of ``swav`` if batches are small: groups need no balanced assignments.
 
-    Differs from lightly's code; that of the authors is not public:
+    Differs from lightly's code; the authors' code is not public:
 
-    * Both views are predicted in a step; there the views take turns.
-    * Groups are set anew between epochs; there every 300 steps, an epoch of ImageNet for batches of
-      4096.
+    * Both views are predicted in each step; in lightly's code they alternate.
+    * Groups are computed anew between epochs; in lightly's code every 300 steps, an epoch of
+      ImageNet for batches of 4096.
     * Projections are normalized before they move groups, so that their length does not matter.
     """
 
@@ -71,7 +71,9 @@ class SMoG(ProjectorTeacher):
         temperature: float = setting(0.1, above=0)
         """Temperature of the softmax over groups."""
         cluster_every: int = setting(1, min=1)
-        """Epochs after which the groups are set anew, by k-means of the queue if it is full."""
+        """Number of epochs after which the groups are computed anew by k-means of the queue, if it
+        is full.
+        """
         queue_size: int = setting(30_000, min=1, tiny=lambda batch: 2 * batch)
         """Length of the queue of the teacher's outputs, in images; L."""
 
@@ -160,7 +162,7 @@ def nearest_group(features: Tensor, groups: Tensor) -> Tensor:
 def moved_groups(groups: Tensor, projection: Tensor, *, momentum: float) -> Tensor:
     """Return the groups (K, D), moved toward the mean of their members on all ranks.
 
-    A group without members stays. The gradient flows through the projections.
+    A group without members does not change. The gradient flows through the projections.
 
     Args:
         groups: (K, D).

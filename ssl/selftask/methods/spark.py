@@ -35,8 +35,8 @@ from selftask.registry import register_method
 class SparK(MaskedPatches):
     """SparK (arXiv:2301.03580): masked pretraining of ResNet and ConvNeXt, at all resolutions.
 
-    Convolutions are dense, with zeros at hidden positions, as in the authors' code: the result is
-    that of sparse ones, and no arithmetic is saved.
+    Convolutions are dense, with zeros at hidden positions, as in the authors' code: the result
+    equals that of sparse convolutions, without saving computation.
 
     Loss: ``mean (x - x')^2`` of hidden patches, standardized.
 
@@ -44,7 +44,7 @@ class SparK(MaskedPatches):
 
     Differs from the authors' code:
 
-    * There 1e-8 is added to the number of masked patches.
+    * The authors' code adds 1e-8 to the number of masked patches.
     """
 
     paper = (
@@ -159,7 +159,7 @@ class Shown(NamedTuple):
     visible: Tensor
     """(B, K), indices of the visible patches."""
     hidden: Tensor
-    """(B, h, w) bool, True for the others."""
+    """(B, h, w) bool, True for hidden patches."""
 
 
 class SparseNetwork(Network):

@@ -39,7 +39,7 @@ class SupCon(BatchContrast):
 
     Differs from the authors' code:
 
-    * Images and labels of all ranks are compared; there those of one process.
+    * Images and labels of all ranks are compared; the authors' code compares those of one process.
     """
 
     paper = "Khosla et al., Supervised Contrastive Learning, NeurIPS 2020"
@@ -71,7 +71,7 @@ class SupCon(BatchContrast):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of equal similarities: temperature / 0.07 * ln(views * batch - 1), at least.
+        """Loss of equal similarities: at least temperature / 0.07 * ln(views * batch - 1).
 
         None with ``sum_positives: inside``.
         """

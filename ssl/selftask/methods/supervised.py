@@ -29,11 +29,11 @@ class Supervised(Classification):
 
     Loss: ``-ln softmax(s)[label]``, or any loss by name.
 
-    Use it as the reference with labels, and to fine-tune.
+    Use it as the supervised reference, and to fine-tune.
 
     Differs from the authors' code:
 
-    * The ImageNet recipe has a cosine instead of steps.
+    * The ImageNet recipe has a cosine schedule instead of steps.
     """
 
     requires = ("labels",)
@@ -41,7 +41,7 @@ class Supervised(Classification):
     @dataclass(frozen=True, kw_only=True)
     class Config(Classification.Config):
         num_classes: int | None = setting(None, min=1)
-        """Number of classes, C; null: that of the data set."""
+        """Number of classes, C; null: the number of classes of the data."""
         loss: str = "CrossEntropyLoss"
         """Loss of torch.nn, ``classy:NAME``, or the bare name of one that your own module has
         registered with Classy Vision."""

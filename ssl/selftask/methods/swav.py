@@ -47,9 +47,10 @@ class SwAV(PrototypeLayer):
 
     Differs from the authors' code:
 
-    * Prototypes start uniformly on the sphere, there as directions of torch's first weights.
-    * The queue is filled from the first batch on and used from ``queue_start`` on; there it is
-      filled from then on.
+    * Prototypes are initially uniform on the sphere; in the authors' code, directions of torch's
+      initial weights.
+    * The queue is filled from the first batch on and used from ``queue_start`` on; in the authors'
+      code it is also filled only from ``queue_start`` on.
     """
 
     paper = (

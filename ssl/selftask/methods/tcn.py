@@ -1,4 +1,4 @@
-"""TCN: frames of a clip are similar if they are close in time, and not if they are distant.
+"""TCN: frames of a clip are similar if they are close in time, and dissimilar if they are distant.
 
 B: clips per rank, W: ranks, T: frames of a clip, D: width of the head.
 """
@@ -28,20 +28,21 @@ from selftask.registry import register_method
 class TCN(Method):
     """TCN (arXiv:1704.06888): frames of a clip are similar if close in time, distant ones are not.
 
-    Time-Contrastive Networks with one camera. A clip is the frames of the group of views ``clip``,
-    at equal distances in time (``data: {name: frames, clip: T}``).
+    This is Time-Contrastive Networks with one camera. A clip consists of the frames of the group of
+    views ``clip``, at equal distances in time (``data: {name: frames, clip: T}``).
 
     Loss: ``max(0, |a - p|^2 - |a - n|^2 + margin)`` of unit vectors, for each frame a and each
-    frame p close to it in time. n is a frame distant in time: the one nearest to a of those farther
-    from it than p, or the farthest if there are none (semi-hard negatives).
+    frame p close to it in time. n is a frame distant in time: of those whose features are farther
+    from a than p, the nearest one, or if there are none, the farthest frame (semi-hard negatives).
 
-    Use it for videos, if features should describe what happens and not how things look.
+    Use it for videos, if features should describe what happens rather than appearance.
 
     Differs from the authors' code:
 
-    * Any backbone, trained from the start, with a head of two layers; there layers on an Inception
-      that stays as trained with labels.
-    * A frame without distant frames is left out; there another frame takes their place.
+    * Any backbone can be used; it is trained from the start, with a head of two layers. The
+      authors' code trains layers on top of a frozen, supervised Inception network.
+    * A frame without distant frames is skipped; the authors' code uses another frame as its
+      negative.
     """
 
     paper = (
@@ -63,8 +64,8 @@ class TCN(Method):
         negative_radius: int = setting(2, min=1)
         """Frames of the same clip are distant if they are farther apart than this."""
         other_clips: bool = False
-        """Whether frames of other clips of the batch are distant, too; only if these clips do not
-        overlap.
+        """Whether frames of other clips of the batch also count as distant; use it only if clips do
+        not overlap.
         """
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:

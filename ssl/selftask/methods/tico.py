@@ -1,4 +1,4 @@
-"""TiCo: views agree, and features avoid the directions that past features used most.
+"""TiCo: views agree, and features avoid the most frequent directions of past features.
 
 B: images per rank, W: ranks, D: width of the projector.
 """
@@ -28,12 +28,13 @@ class TiCo(EMATeacher):
 
     Loss: ``1 - cos(z, t) + rho z' C z`` with the running second moments C (eq. 6).
 
-    Use it for small batches without a queue: the covariance remembers other images.
+    Use it for small batches: the running covariance replaces a queue of other images.
 
     Differs from the authors' code:
 
     * The covariance is over the images of all ranks, and is saved and resumed. The authors' code
-      was not available; it is compared with lightly's, which does not save the covariance.
+      was not available; results are compared with lightly's code, which does not save the
+      covariance.
     """
 
     paper = (

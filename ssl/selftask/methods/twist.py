@@ -31,14 +31,16 @@ class TWIST(Method):
     Published: ImageNet linear top-1 of ResNet-50 72.6 after 800 epochs without multi-crop (authors'
     README).
 
-    Use it if the outputs are to be classes themselves.
+    Use it to get classes as outputs.
 
     Differs from the authors' code:
 
-    * The last epochs, which train on confident classes as labels, are left out.
-    * Entropies are over the images of all ranks; there the terms of the ranks are summed.
-    * BatchNorm statistics are those of a view; there of all views of one size in the backbone, of
-      all views in the head, and of groups of 256 images in its last layer.
+    * The last epochs of the paper, which train on confident predictions as labels, are not
+      implemented.
+    * Entropies are over the images of all ranks; the authors' code sums the terms of the ranks.
+    * BatchNorm statistics are those of one view; in the authors' code, those of all views of one
+      size in the backbone, of all views in the head, and of groups of 256 images in the head's last
+      layer.
     """
 
     paper = "Wang et al., Self-Supervised Learning by Estimating Twin Class Distributions, TIP 2023"
@@ -61,7 +63,7 @@ class TWIST(Method):
         temperature: float = setting(1.0, above=0)
         """Temperature of the distributions in both entropies, tau."""
         sharpness_weight: float = setting(0.0, min=-1)
-        """Term lambda_1 of the weight 1 + lambda_1, which the mean entropy of the images has."""
+        """Parameter lambda_1; the mean entropy of the images has the weight 1 + lambda_1."""
         diversity_weight: float = setting(1.0, min=0)
         """Weight of the entropy of the mean distribution, lambda_2."""
 
@@ -98,7 +100,7 @@ def twist_terms(output: Tensor, *, temperature: float) -> tuple[Tensor, Tensor, 
 
     Args:
         output: Logits (V, B, K).
-        temperature: Temperature of both entropies; that of the divergence is 1.
+        temperature: Temperature of both entropies; the divergence has the temperature 1.
     """
     log_p = F.log_softmax(output, dim=2)
     sharp = F.log_softmax(output / temperature, dim=2)

@@ -49,12 +49,13 @@ class UNIC(Method):
 
     Published: ImageNet top-1 of ViT-B/16 83.8 from four teachers (authors' README).
 
-    Use it to join several frozen networks in one.
+    Use it to combine several frozen networks in one.
 
     Differs from the authors' code:
 
     * Means and variances of the teachers' features are exact over ranks and steps: the variance
-      includes the movement of the mean. They include the current step; there those before it.
+      includes the movement of the mean. They include the current step; in the authors' code, only
+      earlier steps.
     * Hidden layers that feed the heads are normalized (LayerNorm).
     * Features of teachers with another grid of patches are interpolated.
     """
@@ -99,8 +100,8 @@ class UNIC(Method):
         hidden_dim: int = setting(1536, min=1, tiny=32)
         """Width of the hidden layer of the heads."""
         ladder: list[int] = setting([])
-        """Hidden layers of the student that the heads get beside the last, by number: the ladder of
-        projectors. They must have the width of the last.
+        """Hidden layers of the student, by number, that the heads get in addition to the last
+        layer: the ladder of projectors. They must have the width of the last layer.
         """
         moments_share: float | dict[str, Any] = setting(
             {"name": "cosine", "start": 1.0, "end": 0.001}, of="schedules", min=0, max=1
@@ -247,7 +248,7 @@ class UNIC(Method):
 
         Args:
             predictions: Output of each head, (B, D) or (B, N, D).
-            targets: Target of each head, of the same shape.
+            targets: Target of each head, in the shape of its output.
         """
         config, num_kinds = self.config, len(self.kinds)
         losses = [
@@ -259,7 +260,7 @@ class UNIC(Method):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Move the moments toward those of this step's batches."""
+        """Move the moments toward the moments of this step's batches."""
         for step in self.take_pending():
             self.moments.keep(self.moments.moved(*step))
 
@@ -354,7 +355,7 @@ def feature_distance(
 
     Args:
         prediction: (B, D) or (B, N, D).
-        target: Likewise.
+        target: Like ``prediction``.
         cosine: Weight of 1 - cosine.
         smooth_l1: Weight of the smooth L1 distance, a mean over D.
     """
@@ -366,7 +367,7 @@ def feature_distance(
 
 @torch.no_grad()
 def kept_teachers(losses: Tensor, dropped: Tensor) -> Tensor:
-    """Return which teachers count for an image: those not dropped, and that of largest loss.
+    """Return which teachers count for an image: those not dropped, and the one of largest loss.
 
     Args:
         losses: (T, B).

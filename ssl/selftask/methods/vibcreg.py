@@ -33,7 +33,7 @@ class VIbCReg(VICReg):
 
     Differs from the authors' code:
 
-    * Statistics are over the images of all ranks, those of IterNorm included.
+    * Statistics, including those of IterNorm, are over the images of all ranks.
     """
 
     paper = (

@@ -38,18 +38,19 @@ class VICRegL(Method):
 
     Loss: ``alpha VICReg(images) + (1 - alpha) VICReg(matched cells)`` (eq. 5).
 
-    Use it in place of ``vicreg`` if the features are to serve segmentation.
+    Use it in place of ``vicreg`` to pretrain for segmentation.
 
     Differs from the authors' code:
 
-    * By location, 20 cells of each large view and 4 of each small one are matched; there 20 of the
-      first view of a pair and 4 of the second, whatever their sizes.
-    * Positions of cells follow a flipped crop; there flips are ignored (``--no-flip-grid 1``).
-    * The standard deviation of red is 0.229, there 0.228.
-    * The local loss is the mean over all pairs of views, as there since d14c226 of December 2022.
-      The lower rate of the local projector that its options name (``--maps-lr-ratio``) reaches no
-      parameter there.
-    * ConvNeXt: a layer scale that stays 1 instead of none, so that the weights are timm's.
+    * By location, 20 cells of each large view and 4 of each small one are matched; in the authors'
+      code, 20 of the first view of a pair and 4 of the second, whatever their sizes.
+    * Positions of cells take flips into account; in the authors' code flips are ignored
+      (``--no-flip-grid 1``).
+    * The standard deviation of red is 0.229; in the authors' code, 0.228.
+    * The local loss is the mean over all pairs of views, as in the authors' code since d14c226 of
+      December 2022. Their option for a lower learning rate of the local projector
+      (``--maps-lr-ratio``) has no effect and is not implemented.
+    * ConvNeXt has a layer scale that stays 1 instead of none, so that the weights fit timm's model.
     """
 
     paper = (
@@ -148,7 +149,7 @@ Views = tuple[int, ...]  # numbers of views
 
 
 class Match(NamedTuple):
-    """M cells of each of S views and their nearest neighbors in S other ones."""
+    """M cells of each of S views, and their nearest neighbors in S other views."""
 
     views: Views
     others: Views
@@ -293,7 +294,7 @@ def matched_terms(
 
     Args:
         cells: Cells (B, S, N, L) of each group of S views; see ``stacked``.
-        everyone: The same of all ranks, (B * W, S, N, L), or None; see ``cells_of_all_ranks``.
+        everyone: Cells of all ranks, (B * W, S, N, L), or None; see ``cells_of_all_ranks``.
         matches: Matches between two groups of views each.
 
     Returns:

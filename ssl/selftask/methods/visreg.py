@@ -36,7 +36,8 @@ class VISReg(Projected):
 
     Differs from the authors' code:
 
-    * All ranks use the same slices, divided among them. Compared with lightly's code, not theirs.
+    * All ranks use the same slices, divided among them. Results are compared with lightly's code,
+      not the authors'.
     """
 
     paper = (
@@ -61,7 +62,7 @@ class VISReg(Projected):
         regularization_weight: float = setting(0.9, min=0, max=1)
         """Weight of scale, shape and center, lambda; the prediction has the weight 1 - lambda."""
         num_slices: int = setting(4096, min=1, tiny=8)
-        """Number of random directions on which the shape is compared, M; new in each step."""
+        """Number of random directions on which the shape is compared, M; drawn in each step."""
 
     def on_forward(self, task: Task) -> None:
         """Draw ``batch["slices"]``, (D, M) unit vectors, the same on all ranks."""
@@ -84,11 +85,11 @@ class VISReg(Projected):
 def gaussian_terms(embeddings: Tensor, slices: Tensor) -> dict[str, Tensor]:
     """Return the distances of the embeddings from a normal distribution, averaged over views.
 
-    ``scale`` is the squared distance of standard deviations from 1, ``center`` that of means from
-    0. ``shape`` is the squared distance of sorted projections from the normal quantiles of
-    i / (N + 1), an estimate of the squared Wasserstein distance. For it embeddings are standardized
-    by their mean and by their standard deviation, which is detached. Each rank computes ``shape``
-    for a part of the slices; the mean over ranks is the term.
+    ``scale`` is the squared distance of standard deviations from 1, and ``center`` the squared
+    distance of means from 0. ``shape`` is the squared distance of sorted projections from the
+    normal quantiles of i / (N + 1), an estimate of the squared Wasserstein distance. For it
+    embeddings are standardized by their mean and by their standard deviation, which is detached.
+    Each rank computes ``shape`` for a part of the slices; the mean over ranks is the term.
 
     Args:
         embeddings: (V, B, D) of this rank.

@@ -49,9 +49,9 @@ class VQKD(Method):
 
     Differs from the authors' code:
 
-    * The first codes are found by k-means among the patches of the first step, after it; there
-      before it.
-    * The decoder has fixed sine-cosine positions; there learned ones.
+    * The first codes are found by k-means among the patches of the first step, after this step; in
+      the authors' code, before it.
+    * The decoder has fixed sine-cosine positions; in the authors' code, learned ones.
     """
 
     paper = (
@@ -76,7 +76,7 @@ class VQKD(Method):
         code_dim: int = setting(32, min=1, tiny=8)
         """Width of a code, D."""
         codebook_momentum: float = setting(0.99, min=0, max=1)
-        """Share of the codebook that stays at each step."""
+        """Weight of the old codebook at each step."""
         commitment_weight: float = setting(1.0, min=0)
         """Weight of the distance of the patches from their codes, beta."""
         kmeans_iterations: int = setting(10, min=0)
@@ -185,7 +185,7 @@ class Coded(NamedTuple):
     codes: Tensor
     """(B, N), index of the nearest code."""
     nearest: Tensor
-    """(B, N, D), that code, without gradient."""
+    """(B, N, D), the nearest code, without gradient."""
     reconstruction: Tensor
     """(B, N, T), features that the decoder reads from the codes."""
 

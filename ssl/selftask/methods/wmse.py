@@ -31,12 +31,12 @@ class WMSE(Method):
 
     Loss: ``2 - 2 cos(w1, w2)`` of whitened features (eq. 6).
 
-    Use it without a teacher or negatives and with a narrow head.
+    Use it if neither a teacher nor negatives are wanted, with a narrow head.
 
     Differs from the authors' code:
 
-    * Sub-batches are of the images of all ranks, in an order that all ranks draw alike.
-    * ``shrinkage`` is 1e-4, there 0, which gives no number if images collapse.
+    * Sub-batches are taken from the images of all ranks, in an order that is the same on all ranks.
+    * ``shrinkage`` is 1e-4; in the authors' code it is 0, which gives NaN if images collapse.
     """
 
     paper = "Ermolov et al., Whitening for Self-Supervised Representation Learning, ICML 2021"

@@ -27,13 +27,14 @@ class ZeroCL(Projected):
 
     Loss: ``sum (1 - c)^2`` of correlations after whitening of features, and of images.
 
-    Use it to study whitening; both matrices need the batch of all ranks.
+    Use it to study whitening; both matrices are computed from the batch of all ranks.
 
     Differs from the authors' code:
 
-    * Features and images are whitened, as in the paper; in its script for ImageNet either of them.
-    * Statistics are of the images of all ranks; there each rank's are of its own.
-    * 1e-5 is added to variances; there 1e-4 to standard deviations.
+    * Features and images are whitened, as in the paper; the authors' script for ImageNet whitens
+      only one of them.
+    * Statistics are over the images of all ranks; in the authors' code, over each rank's own.
+    * 1e-5 is added to variances; in the authors' code, 1e-4 to standard deviations.
     """
 
     paper = (
@@ -57,7 +58,7 @@ class ZeroCL(Projected):
         hidden_dim: int = setting(2048, min=1, tiny=32)
         """Width of the projector's two hidden layers."""
         instance_weight: float = setting(1.0, min=0)
-        """Weight of the agreement of images; that of features has the weight 1."""
+        """Weight of the agreement of images; the agreement of features has the weight 1."""
         shrinkage: float = setting(0.1, above=0, max=1)
         """Share of the identity matrix in both matrices, which may be singular."""
 
@@ -88,7 +89,7 @@ def zerocl_terms(output: Tensor, *, shrinkage: float) -> tuple[Tensor, Tensor]:
 
 
 def standardize(vectors: Tensor) -> Tensor:
-    """Return vectors (..., n) with the mean 0 and the variance 1."""
+    """Standardize vectors (..., n) to mean 0 and variance 1."""
     centered = vectors - vectors.mean(dim=-1, keepdim=True)
     return centered * (centered.square().mean(dim=-1, keepdim=True) + EPS).rsqrt()
 
@@ -96,7 +97,7 @@ def standardize(vectors: Tensor) -> Tensor:
 def whiten(vectors: Tensor, shrinkage: float) -> Tensor:
     """Return the m centered vectors in (..., m, n), decorrelated from each other by ZCA.
 
-    The whitening matrix is detached, so gradients of an image come from its own views alone.
+    The whitening matrix is detached, so the gradient of an image depends only on its own views.
     """
     fixed = vectors.detach()
     covariance = fixed @ fixed.mT / (vectors.shape[-1] - 1)

@@ -26,9 +26,9 @@ def sinkhorn_knopp(
     By default the shares are equal.
 
     Eq. 3 to 5 of SwAV (arXiv:2006.09882). The paper alternates between scaling rows and columns of
-    exp(scores / epsilon). Here this is done on logarithms, so that no exponential can overflow and
-    no sum vanishes. The constant factors 1/K and 1/B are omitted, since the last normalization
-    removes them.
+    exp(scores / epsilon). Here the scaling is computed on logarithms, so that no exponential can
+    overflow and no sum vanishes. The constant factors 1/K and 1/B are omitted, since the last
+    normalization removes them.
 
     Args:
         scores: (B, K) of this rank, or (B, N, K) to balance each of the N positions separately
@@ -38,11 +38,12 @@ def sinkhorn_knopp(
         power: Prototype k, counted from 1, gets a share proportional to ``k ** -power``; for data
             whose classes have a long tail.
         smallest: Number added to the sum by which each sample is normalized. A sample whose scores
-            for all prototypes are far below those of other samples is then assigned to none.
+            are far below those of other samples for all prototypes is then assigned to no
+            prototype.
 
     Returns:
         Assignments of the shape of ``scores``, in full precision. They sum to one over K, except
-        for such samples.
+        for samples that are assigned to no prototype.
 
     Raises:
         ValueError: If ``iterations`` is less than 1.
@@ -92,8 +93,9 @@ def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
 def view_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
     """Return -sum_k p log q of each pair of views, averaged over images.
 
-    Computed as one batch of matrix products instead of A * V passes over (B, K). As one product it
-    would be a sum of B * K terms for each of a few entries, which occupies little of a GPU.
+    Computed as a batch of B matrix products, which is faster than A * V passes over (B, K). A
+    single matrix product of the flattened (A, B * K) and (B * K, V) would use a GPU poorly, since
+    the result has few entries.
 
     Args:
         probs: p, assignments of the first A views, (A, B, K).
@@ -154,8 +156,8 @@ def _nearest(x: Tensor, centroids: Tensor, chunk: int) -> Tensor:
 def cluster_sums(x: Tensor, cluster: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
     """Return the sum of the rows of each cluster (K, D), and their number (K,).
 
-    Sums are matrix products, whose order of summation is fixed, so that ranks and runs agree; that
-    of ``index_add_`` on a GPU is not.
+    Sums are matrix products, whose order of summation is fixed, so that ranks and runs agree. The
+    order of summation of ``index_add_`` on a GPU is not fixed.
 
     Args:
         x: (N, D).

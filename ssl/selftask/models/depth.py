@@ -16,8 +16,8 @@ def parameter_depths(backbone: nn.Module, blocks: Sequence[nn.Module]) -> dict[s
 
     timm's ``group_matcher`` is used if the backbone has one. Otherwise parameters between two
     blocks belong to the next block. Parameters after the last block, such as the final norm, are
-    omitted: they learn at the rate of the head, as in the code of BEiT, MAE and DINOv2 (timm:
-    that of the last block).
+    omitted: they have the learning rate of the head, as in the code of BEiT, MAE and DINOv2. In
+    timm they have the learning rate of the last block.
 
     Args:
         backbone: Images -> features.

@@ -1,4 +1,4 @@
-"""Dropout and stochastic depth drawn per sample, so that W ranks draw the same as one rank.
+"""Dropout and stochastic depth drawn per sample, so that W ranks draw the same values as one.
 
 Layers of libraries draw from torch's generator, so their draws depend on the size of the rank's
 batch. ``draw_per_sample`` makes the layers of a network use ``LAYER_DRAWS`` instead.
@@ -100,8 +100,8 @@ def disable_stochastic_depth(network: nn.Module) -> None:
 def set_uniform_stochastic_depth(network: nn.Module, rate: float) -> None:
     """Set the same rate of stochastic depth in all residual branches of a timm model.
 
-    By default the rate rises with depth. timm builds no layer for the first block, whose rate is
-    then 0, so the layers are replaced by new ones.
+    By default the rate increases with depth from 0. Since timm builds no layer for a rate of 0, as
+    in the first block, all layers are replaced by new ones.
     """
     from timm.layers import DropPath
 

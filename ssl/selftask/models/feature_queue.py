@@ -40,8 +40,8 @@ class FeatureQueue(nn.Module):
     def nearest(self, queries: Tensor) -> Tensor:
         """Return the entry with the largest cosine for each query, ``(..., dim)``.
 
-        Entries must be of shape ``(dim,)``. Call it before the queries are enqueued; otherwise each
-        query finds itself.
+        Entries must have the shape ``(dim,)``. Call this method before the queries are enqueued;
+        otherwise each query finds itself.
         """
         return self.nearest_few(queries, 1).squeeze(-2)
 

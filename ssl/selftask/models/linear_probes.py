@@ -1,4 +1,4 @@
-"""Linear classifiers that are trained on a stream of batches, for several learning rates at once.
+"""Linear classifiers, one for each of several learning rates, trained on a stream of batches.
 
 B images of this rank, E features, C classes, L learning rates.
 """

@@ -1,7 +1,7 @@
 """Masks of patches, drawn for each sample from its key, independent of ranks and resumes.
 
-B images, N patches of an image (row by row), K maximum patches of a context, M target blocks, Q
-maximum patches of a target block, S squares.
+B images, N patches of an image (row by row), K: maximum number of patches in a context, M target
+blocks, Q: maximum number of patches in a target block, S squares.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _HINTS = 10  # one of ten masked patches is revealed, among the tenth of the hig
 class MultiBlockMask:
     """Sampler of several target blocks and one context block for each image, as in I-JEPA.
 
-    The published code draws one size for a whole batch and then cuts every block to the smallest of
-    the batch. In the paper this leaves contexts of a quarter of the patches (table 6). Here the
-    blocks of an image do not depend on other images. Tensors have room for the largest possible
-    block, or for ``max_context``.
+    The published code draws one size for a whole batch and then truncates every block to the
+    smallest block of the batch. In the paper this leaves a quarter of the patches in a context
+    (table 6). Here the blocks of an image do not depend on other images. Tensors are padded to the
+    largest possible block, or to ``max_context``.
 
     Args:
         grid: Rows and columns of patches.
@@ -38,7 +38,8 @@ class MultiBlockMask:
         target_scale: Smallest and largest area of a target, as a fraction of the image.
         target_ratio: Smallest and largest height / width of a target, relative to the image's.
         context_scale: Like ``target_scale``, for the context before the targets are cut out.
-        min_context: Minimum patches of a context; if fewer remain, the last targets may overlap.
+        min_context: Minimum number of patches in a context; if fewer remain, the last targets may
+            overlap it.
         max_context: Maximum fraction of patches in a context; random excess patches are dropped.
 
     Raises:
@@ -167,8 +168,8 @@ def _possible_sides(length: int, least: float, most: float) -> range:
 def cut_out(block: Tensor, targets: Tensor, *, least: int) -> Tensor:
     """Remove the patches of targets from a block.
 
-    If fewer than ``least`` remain, the last target may overlap, then the last two, and so on. The
-    published code tries other positions of the block first.
+    If fewer than ``least`` remain, the last target is not removed, then the last two are not, and
+    so on. The published code tries other positions of the block first.
 
     Args:
         block: (B, N) bool.
@@ -189,8 +190,8 @@ class AttentionMask:
     """Sampler of masks of the patches to which a class token attends most: AttMask.
 
     Kakogeorgiou et al., What to Hide from Your Students: Attention-Guided Masked Image Modeling,
-    ECCV 2022, arXiv:2203.12719. Masks are drawn before the attention is known, for patches that are
-    sorted by it, the highest first; ``in_image`` moves them to the patches.
+    ECCV 2022, arXiv:2203.12719. Masks are drawn before the attention is known, for patches sorted
+    by descending attention; ``in_image`` reorders them to the order of the image.
 
     Args:
         grid: Rows and columns of patches (h, w).
@@ -219,7 +220,7 @@ def in_image(mask: Tensor, attention: Tensor) -> Tensor:
 
     Args:
         mask: (B, N) bool, of patches sorted by attention, the highest first.
-        attention: (B, N), of the patches in the order of the image.
+        attention: (B, N), attention of the patches, in the order of the image.
     """
     order = attention.argsort(dim=1, descending=True, stable=True)
     return torch.zeros_like(mask).scatter(1, order, mask)
@@ -268,8 +269,8 @@ def random_mask(
 def rolled_rectangle(draws: Tensor, count: int, grid: tuple[int, int]) -> Tensor:
     """Turn random draws into rectangles that are rolled over the edges of the image, as in CAPI.
 
-    Height / width is drawn between 1/2 and 2, or as close to that as the image allows. The last
-    patches of the last row that exceed ``count`` are left out. The rectangle is shifted cyclically
+    Height / width is drawn between 1/2 and 2, or as close to that as the image allows. Patches at
+    the end of the last row that exceed ``count`` are dropped. The rectangle is shifted cyclically
     by rows and columns, so that each patch is inside equally often.
 
     Args:

@@ -44,7 +44,8 @@ class Network(nn.Module):
         backbone: Images (B, C, H, W) -> features (B, E).
         head: Features -> outputs (B, D).
         per_view: Pass one view at a time, so that BatchNorm statistics are per view. By default
-            views of one size share a pass of the backbone, and all views one of the head.
+            views of the same size share a pass of the backbone, and all views share a pass of the
+            head.
     """
 
     def __init__(self, backbone: nn.Module, head: nn.Module, *, per_view: bool = False) -> None:
@@ -67,8 +68,8 @@ class Network(nn.Module):
         """Map V tensors (B, C, H, W) of any sizes to outputs (V, B, D), in the order of the views.
 
         Without ``per_view`` the head gets all views as one batch (V*B, E), so its BatchNorm
-        statistics are over all views, as in the multi-crop of SwAV and DINO. Those of the backbone
-        are over the views of one size.
+        statistics are over all views, as in the multi-crop of SwAV and DINO. The backbone's
+        statistics are over the views of one size.
         """
         if self.per_view:
             return self._one_by_one(views)
@@ -100,7 +101,7 @@ class Network(nn.Module):
     def embedding(self) -> Tensor | None:
         """Pooled features of the last call, (V*B, E), detached, for logging; None before a call.
 
-        They are not in the state.
+        They are not part of the state dict.
         """
         if len(self._passes) > 1:
             self._passes = [torch.cat(self._passes)]

@@ -122,8 +122,8 @@ def module_costs(
 ) -> list[ModuleCost]:
     """Return the cost of a module and its sub-modules, for images of ``side`` x ``side`` pixels.
 
-    Weights and random states are unchanged. A forward pass that depends on values, which do not
-    exist on the meta device, raises the module's error.
+    Weights and random states are unchanged. If the forward pass depends on the values of tensors,
+    which do not exist on the meta device, the module's error is raised.
 
     Args:
         module: Images (B, C, H, W) -> anything.

@@ -102,7 +102,7 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         """Set all gradients to None.
 
         torch's own method also enters a profiler range and guards against torch.compile; this takes
-        longer than a small layer's forward pass.
+        longer than the forward pass of a small layer.
         """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""Functions of progress as Classy schedulers: a curve, a scaled one, several in sequence."""
+"""Functions of progress as Classy schedulers: a curve, a scaled curve, a sequence of curves."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def join(
 
 
 def geometric(start: float, end: float) -> Schedule:
-    """Return an exponential schedule from ``start`` to ``end``, by fvcore."""
+    """Return fvcore's exponential schedule from ``start`` to ``end``."""
     return Curve(ExponentialParamScheduler(start, end / start))

@@ -22,7 +22,7 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Any]:
 def whole_norms(
     tensors: list[Any], p: float = 2.0, *, shards_of: list[Any] | None = None
 ) -> Tensor:
-    """Return the p-norm of each tensor, (T,); for a shard, that of the full tensor.
+    """Return the p-norm of each tensor, (T,); for a shard, the norm of the full tensor.
 
     Every rank must call this function if there are shards.
 

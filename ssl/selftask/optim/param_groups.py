@@ -53,7 +53,7 @@ class Settings:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key that is equal for parameters of the same group in the table of groups."""
+        """Key of the group in the table of parameter groups; equal for all its parameters."""
         shown = (str(self.weight_decay), self.lr, str(self.schedule), self.frozen_steps)
         return (self.decays, *shown)
 
@@ -117,7 +117,7 @@ def freeze_for_good(
         key: Key of the section with the rules, for messages.
 
     Raises:
-        UserError: If such a rule, or any rule of the method, matches nothing.
+        UserError: If a rule with ``freeze: true``, or any rule of the method, matches nothing.
     """
     parameters = named_parameters(modules)
     for name, rule in (*_keyed(f"{key}.groups", rules), *_keyed("group_rules", of_method)):

@@ -1,10 +1,10 @@
 """Activation checkpointing within a memory budget, measured in the first step.
 
-In the first step every block is recomputed, so that the step fits into memory if any choice does.
-Before its forward pass, each block is run once more to measure the memory that it would keep for
-the backward pass. The measurement uses the real images of every pass (multi-crop), and its result
-is freed immediately. After the backward pass, the blocks to recompute in the rest of the run are
-chosen, the same ones on all ranks.
+In the first step every block is recomputed, so that the step fits into memory if any choice of
+blocks fits. Before its forward pass, each block is run once more to measure the memory that it
+would keep for the backward pass. The measurement uses the real images of every pass (multi-crop),
+and its result is freed immediately. After the backward pass, the blocks to recompute in the rest of
+the run are chosen, the same ones on all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch.compile of networks, whole or block by block."""
+"""Compilation of networks with torch.compile, whole or block by block."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from selftask.random import process_state
 
 
 class InitialWeights:
-    """Initial weights that every rank draws or reads; those of rank 0 are then copied to all.
+    """Initial weights that every rank draws or reads, before rank 0's are copied to all.
 
     The order of calls is: ``building`` and ``to_device`` for each module, ``broadcast``, then
     ``materialize`` for each part just before it is sharded, and finally for unsharded modules.

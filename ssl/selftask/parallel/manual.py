@@ -38,7 +38,7 @@ class Bucket:
 
     Args:
         parameters: Parameters of one dtype and device.
-        wire: Dtype that is sent, if it is smaller; None for that of the parameters.
+        wire: Dtype in which gradients are sent; None for the dtype of the parameters.
     """
 
     def __init__(self, parameters: list[nn.Parameter], wire: torch.dtype | None) -> None:
@@ -57,7 +57,7 @@ class Bucket:
         self.work: Any = None
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Copy in a gradient, divided by the number of ranks. A missing one counts as zero."""
+        """Copy in a gradient, divided by the number of ranks; a missing gradient counts as zero."""
         sent, kept = self._places[parameter]
         gradient = parameter.grad
         if gradient is None:
@@ -96,8 +96,8 @@ class ManualReduction(Reduction):
             for each addition; fp16 loses values below 6e-8. Check the results of methods with small
             gradients (LARS, late training). Compression helps on slow networks only: on one
             machine, gloo takes 50 % longer with it.
-        overlap: Whether buckets are sent during the backward pass. Else any number of backward
-            passes may come before ``reduce``.
+        overlap: Whether buckets are sent during the backward pass. If False, any number of backward
+            passes may precede ``reduce``.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Synchronized BatchNorm over several ranks, on CPU and GPU.
 
-torch's own SyncBatchNorm rejects CPU tensors, and waits for the device in each layer. On CUDA this
-one runs torch's kernels for statistics and elements, with one all-gather in the forward pass and
-one all-reduce in the backward pass. Elsewhere it is composed of differentiable operations, with two
-all-reduces in each pass.
+torch's own SyncBatchNorm rejects CPU tensors, and waits for the device in each layer. On CUDA, this
+implementation runs torch's kernels for statistics and elements, with one all-gather in the forward
+pass and one all-reduce in the backward pass. Elsewhere it is composed of differentiable operations,
+with two all-reduces in each pass.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ _SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
 def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
     """Replace every BatchNorm in ``module`` with a synchronized one of the same name and state.
 
-    It is still an instance of its former class, which a rule of ``optimizer.groups`` may name.
+    The new layer is still an instance of the former class, which rules of ``optimizer.groups`` may
+    name.
 
     Raises UserError for BatchNorm classes other than BatchNorm1d, 2d and 3d of ``torch.nn``.
     """

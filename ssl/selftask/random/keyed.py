@@ -96,7 +96,7 @@ class Keep(NamedTuple):
     probability: float = 1.0
     """Probability that the row is kept."""
     scale: float = 1.0
-    """Factor of a row that is kept; that of others is 0."""
+    """Factor of a row that is kept; dropped rows have the factor 0."""
 
 
 class LayerDraws:
@@ -104,8 +104,8 @@ class LayerDraws:
 
     There is one object per process. ``draw`` draws all words of a batch on the host, ahead of the
     step. ``words`` is set before each forward pass of a backbone, and each layer reads its own row
-    of it. ``extract`` and ``Network`` count the views of a call, so methods do not have to. Without
-    dropout layers nothing is computed.
+    of this tensor. ``extract`` and ``Network`` count the views of a call, so methods do not have
+    to. Without dropout layers nothing is computed.
 
     Shape:
         words: int64 (L, N), for L layers and the N images of the forward pass: all samples of one

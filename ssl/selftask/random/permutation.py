@@ -1,8 +1,9 @@
 """Pseudo-random permutations that are computed position by position and never stored.
 
 A Feistel network permutes the numbers below a power of two, for any round function. Cycle walking,
-which applies it again to results of n or more, gives a permutation of 0..n-1. Any position in an
-order of 10**9 samples is thus computed directly, in any process, and resuming only needs a count.
+which applies the network again to results of n or more, gives a permutation of 0..n-1. Any position
+in an order of 10**9 samples is thus computed directly, in any process, and resuming only needs a
+count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Philox4x64-10 for arrays of counters (Salmon et al., Parallel random numbers, SC 2011).
 
 ``numpy.random.Philox`` computes the blocks of one stream in order. A block is a function of its
-counter and key alone, so the blocks of many streams are computed here at once.
+counter and key alone, so this module computes the blocks of many streams at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Random streams for augmentation: one for each (seed, epoch, sample, view).
 
 A stream is NumPy's Philox generator with the counter (block, view, index, epoch), so that draws do
-not depend on worker, rank, batch or resume. ``ViewDraws`` gives the stream of one view,
-``Streams`` those of a batch; both give the same numbers.
+not depend on worker, rank, batch or resume. ``ViewDraws`` gives the stream of one view, ``Streams``
+the streams of a batch, with the same numbers.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ class Registry:
         Args:
             name: Name of a component.
             attribute: Name of the class attribute.
-            default: Returned if neither the class nor a base sets it, or if the name is unknown, as
-                are those of other libraries.
+            default: Returned if neither the class nor a base sets the attribute, or if the name is
+                unknown, such as a name of another library.
 
         Raises:
             UserError: If the source sets it to an expression that is not a literal.

@@ -55,7 +55,7 @@ def check_same_run(config: Config, out: Path) -> None:
 
 
 def allowed_changes(config: Config, out: Path) -> list[str]:
-    """Return the changed settings that may affect the result, but with which a run is resumed."""
+    """Return the changed settings that may affect the result but do not prevent a resume."""
     if not resumes(config, out):
         return []
     before, now = (

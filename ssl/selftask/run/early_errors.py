@@ -85,9 +85,10 @@ def find_end_of_rank0(out: Path, attempt: str, since: float) -> Failure | None:
 def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> Iterator[None]:
     """Context for creating the process group, in which a thread watches the other ranks.
 
-    The thread ends the process after an error of another rank (on rank 0) or the end of rank 0 (on
-    the others). Once a minute rank 0 logs which ranks have not arrived. A thread is needed because
-    the main thread waits for the other ranks in torch's C++ code, which cannot be interrupted.
+    On rank 0, the thread ends the process after an error of another rank; on the other ranks, after
+    the end of rank 0. Once a minute rank 0 logs which ranks have not arrived. A thread is needed
+    because the main thread waits for the other ranks in torch's C++ code, which cannot be
+    interrupted.
 
     Args:
         out: The run folder.

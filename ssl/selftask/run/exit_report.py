@@ -70,8 +70,8 @@ class Ending:
             by: Name of the signal or cause.
 
         Returns:
-            0 if the job was requeued, 1 if another rank has failed, else 128 + the signal's number,
-                or 75 without a signal.
+            0 if the job was requeued, 1 if another rank has failed, 128 + the signal's number after
+            a signal, else 75.
         """
         return self._interrupted(by, f"checkpoint saved in {self.task.config.out}/checkpoints")
 

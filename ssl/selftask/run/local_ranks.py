@@ -95,7 +95,7 @@ class Children:
     def start(
         self, command: list[str], environments: Sequence[dict[str, str] | None], **options: Any
     ) -> None:
-        """Start a process of ``command`` in each environment; ``options`` are those of Popen."""
+        """Start a process of ``command`` in each environment; ``options`` are passed to Popen."""
         started = [
             # preexec_fn is safe: this process has no threads
             subprocess.Popen(command, env=environment, preexec_fn=end_with(), **options)
@@ -217,7 +217,7 @@ def starts_ranks(config: Config) -> bool:
 
 
 def own_command(argv: list[str]) -> list[str]:
-    """Return the command line of ``selftask train ARGV``, started in the way of this process.
+    """Return the command line of ``selftask train ARGV``, started like this process.
 
     ``-m`` is used only if needed, since it puts the current folder first on the module search path.
     """
@@ -235,7 +235,7 @@ def shell_code(returncode: int) -> int:
 def is_from_terminal(number: int) -> bool:
     """Return True if a signal is Ctrl-C of the terminal, which sends it to all child processes.
 
-    A second one would make a run leave without saving. Standard input may be redirected.
+    A second signal would make a run exit without saving. Standard input may be redirected.
     """
     if number != signal.SIGINT:
         return False

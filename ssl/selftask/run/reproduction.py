@@ -45,7 +45,8 @@ def differences(
 
     Args:
         run: The run folder.
-        typed: ``import=`` arguments of the user; those of the run are refused unless ``trust``.
+        typed: ``import=`` arguments of the user; imports that only the run names are refused unless
+            ``trust``.
         trust: Import code that the run or its recipe names.
     """
     there, here = read_environment(run), environment.describe()

@@ -46,7 +46,7 @@ class Job:
 
     @property
     def requeued(self) -> bool:
-        """True if SLURM has already requeued it: by preemption, node failure or ``scontrol``."""
+        """True if SLURM has already requeued the job, as after preemption or a node failure."""
         return self.restarts > self.attempt
 
     @property
@@ -94,7 +94,7 @@ def depart(by: str, launch: LaunchConfig, out: Path, *, first: bool) -> ExitDeci
 
     Args:
         by: Stop reason, such as the name of a signal.
-        launch: Limits the number of requeues. Those by SLURM itself, such as after a preemption,
+        launch: Limits the number of requeues; requeues by SLURM itself, such as after a preemption,
             do not count.
         out: The run folder, where requeues are counted.
         first: True on rank 0, which requeues the job unless it is already requeued or cancelled.
@@ -161,7 +161,7 @@ def requeue(job: Job, out: Path) -> str:
 
 
 def requeues(job: Job, out: Path) -> int:
-    """Return how often selftask has requeued the job of a run; those by SLURM do not count."""
+    """Return how often selftask, not SLURM itself, has requeued the job of a run."""
     count = read_json(out / REQUEUES).get(job.id, 0)
     return count if isinstance(count, int) else 0
 

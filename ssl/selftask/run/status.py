@@ -85,7 +85,7 @@ class Status:
         write_json(self.path, content)
 
     def add(self, **more: Any) -> None:
-        """Add entries to the status of a running run, unless it has them already."""
+        """Add entries to the status of a running run, unless they are already there."""
         before = self.read()
         if before.get("state") == "running" and before != {**before, **more}:
             write_json(self.path, {**before, "updated": time.time(), **more})

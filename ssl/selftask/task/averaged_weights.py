@@ -13,7 +13,7 @@ from selftask.hooks.base import Task
 
 
 def begin_phase(task: Task) -> None:
-    """Set the weights for the phase: those of training, or averages in a test phase."""
+    """Set the weights for the phase: training weights, or the averages in a test phase."""
     for optimizer in _averaging(task):
         optimizer.train() if task.train else optimizer.eval()
 

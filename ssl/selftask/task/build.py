@@ -188,10 +188,10 @@ def _depths(task: Task, optimizer: OptimizerConfig) -> dict[str, int]:
 
 
 def hooks(task: Task) -> dict[str, Any]:
-    """Build the hooks of the config; return them by name, with those added to the task.
+    """Build the hooks of the config; return them and the hooks added to the task, by name.
 
-    They are entered in ``task.named_hooks`` one by one: if one cannot be built, those before it are
-    released when the task is closed.
+    Each hook is added to ``task.named_hooks`` as soon as it is built, so that closing the task
+    releases it even if a later hook cannot be built.
     """
     chosen, train = task.config.hooks, task.config.train
     if train.on_nan == "skip":
@@ -264,7 +264,7 @@ def gradient_reductions(
 ) -> dict[str | None, Callable[[], None]]:
     """Return functions that average gradients over ranks and drop those of frozen parameters.
 
-    They do not refer to the task, so that its memory is freed as soon as nothing else does.
+    The functions hold no reference to the task, so they do not keep its memory alive.
 
     Args:
         task: The task.

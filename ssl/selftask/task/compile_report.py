@@ -65,7 +65,8 @@ class RecordedGraphs(Hook):
 
     The outputs of all graphs, such as those of teachers and of accumulated batches, are valid until
     the first graph of the next step runs. If they are read later, torch raises an error. Without
-    the marks torch guesses where a step begins, and in a test phase takes each network for a step.
+    the marks torch guesses where a step begins, and in a test phase it treats each network as a new
+    step.
     """
 
     priority: ClassVar[int] = 0

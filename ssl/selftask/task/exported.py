@@ -1,4 +1,4 @@
-"""Buffers and backbone as they are evaluated, exported and saved: equal on all ranks."""
+"""Buffers and backbone for evaluation, export and checkpoints: equal on all ranks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def sync_buffers(task: Task) -> None:
 def export_backbone(task: Task, student: str | None = None) -> nn.Module:
     """Return a trained backbone, unsharded, with merged adapters; every rank must call it.
 
-    A schedule-free optimizer gives its averaged weights. Hooks can change the result by
-    ``task.before_export``.
+    With a schedule-free optimizer, the averaged weights are returned. Hooks can change the result
+    through ``task.before_export``.
 
     Args:
         task: The task.
-        student: Name in ``Method.further_backbones``; None for the backbone of the config.
+        student: Name of another trained backbone, as in ``Method.further_backbones``; None for the
+            backbone of the config.
     """
     task.sync_buffers()
     backbone: nn.Module = (

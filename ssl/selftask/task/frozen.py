@@ -16,7 +16,8 @@ class FrozenParameters:
     collectives. Whether a parameter is frozen depends on the step only, so there is no state.
 
     Args:
-        frozen: Pairs of a number of steps and a parameter that is frozen for so many steps.
+        frozen: Pairs (number of steps, parameter); the parameter is frozen for this number of
+            steps.
     """
 
     def __init__(self, frozen: Iterable[tuple[int, nn.Parameter]]) -> None:

@@ -24,7 +24,7 @@ def initialize(network: nn.Module, rules: Sequence[InitRule], out: Path) -> None
 
     Args:
         network: The network, with the weights of ``init.backbone``.
-        rules: Rules in order; of those that match a parameter, the last one counts.
+        rules: Rules in order; if several match a parameter, the last one applies.
         out: The run folder.
 
     Raises:

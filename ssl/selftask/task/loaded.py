@@ -19,7 +19,7 @@ def config_to_load(
         config: The config of the run.
         checkpoint: The checkpoint to load.
         folder: Temporary run folder of the task.
-        hooks: Hooks of the task, such as one with averaged weights.
+        hooks: Hooks of the task, such as a hook that holds averaged weights.
     """
     return replace(
         config,

@@ -112,9 +112,9 @@ def read_batches(task: Task, stop: int) -> Iterator[Batch]:
 
 
 def draws_of(task: Task) -> Draw | None:
-    """Return the function with which the loader draws for method and dropout layers, or None.
+    """Return the function that makes random draws for method and dropout layers, or None.
 
-    It runs in worker processes, which are forked when the first batch is read.
+    The loader calls it in its worker processes, which are forked when the first batch is read.
     """
     draw = task.loss.draw if type(task.loss).draw is not Method.draw else None
     if draw is None and not LAYER_DRAWS.num_layers:

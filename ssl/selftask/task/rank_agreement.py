@@ -34,7 +34,7 @@ _OF_A_NODE = {
 def open_same_data(config: Config, sources: Sources | None = None) -> Sources:
     """Return the sources, after checking that all ranks have the same config, code and images.
 
-    If ``sources`` is None, those of ``config.data`` are opened. Every rank must call this function.
+    If ``sources`` is None, ``config.data`` is opened. Every rank must call this function.
 
     Raises:
         UserError: On every rank, if ranks have different configs, code or images.

@@ -18,7 +18,7 @@ def recover(task: Task, error: NonFiniteLoss) -> None:
     """Restart the task from its last checkpoint or its beginning, or raise the error.
 
     The repeated steps are checked one by one. With ``stop`` the first failing step raises the error
-    again, with its cause and a dump. With ``rollback`` that step is skipped, and so are the
+    again, with its cause and a dump. With ``rollback`` this step is skipped, along with the
     following batches up to the one at which the failure was detected, at most ``train.log_every``
     steps later.
 

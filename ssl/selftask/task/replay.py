@@ -42,7 +42,7 @@ class Replay:
 
     @property
     def same(self) -> bool:
-        """True if the loss equals the recorded one; within rounding if there were several ranks."""
+        """True if the loss equals the recorded one, up to rounding if there were several ranks."""
         if math.isnan(self.recorded):
             return math.isnan(self.loss)
         tolerance = 0.0 if self.ranks == 1 else 1e-4

@@ -18,8 +18,8 @@ from selftask.models.eval_mode import in_eval_mode
 def forward(task: Task, batch: Batch) -> None:
     """Compute output and local loss of a batch as a train step does, without the hooks.
 
-    The batch becomes ``task.last_batch``. Of all hook points, only ``on_forward`` of the method is
-    called.
+    The batch becomes ``task.last_batch``. Only the method's ``on_forward`` is called, no other hook
+    point.
     """
     task.last_batch = batch
     train = task.config.train

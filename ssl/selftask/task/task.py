@@ -56,8 +56,8 @@ class Task(Recorder, ClassyTaskNames):
 
     Args:
         config: The config of the run.
-        sources: Opened data; None opens the data of ``config.data``.
-        backbone: The module to train; None builds the one of ``config.backbone``.
+        sources: Opened data; if None, ``config.data`` is opened.
+        backbone: The module to train; if None, ``config.backbone`` is built.
     """
 
     # built by ``prepare``
@@ -210,7 +210,7 @@ class Task(Recorder, ClassyTaskNames):
         self._reduce[optimizer]()
 
     def export_backbone(self, student: str | None = None) -> nn.Module:
-        """Return the backbone, or that of another ``student``, unsharded; call it on every rank."""
+        """Return the backbone, or another student's, unsharded; every rank must call it."""
         return exported.export_backbone(self, student)
 
     def sync_buffers(self) -> None:
@@ -274,7 +274,7 @@ class Task(Recorder, ClassyTaskNames):
         self.run_hooks("on_start")
 
     def on_phase_start(self) -> None:
-        """Start a train phase, the rest of one after a resume, or a test phase."""
+        """Start a train phase (after a resume, its remaining part) or a test phase."""
         self.train, self.phase_begun = not self._test_is_next(), self.clock.phase
         HEARTBEAT.step = self.clock.steps_done
         self.losses.clear()

@@ -35,7 +35,7 @@ log = get_logger(__name__)
 def take(task: Task, *, full: bool = True) -> dict[str, Any]:
     """Return the state of all parts; every rank must call this function.
 
-    Buffers are synchronized first, since a resume gives all ranks the same ones.
+    Buffers are synchronized first, since a resume loads the same buffers on all ranks.
 
     Args:
         task: The prepared task.
@@ -221,8 +221,8 @@ def resume(task: Task) -> bool:
     """Load the checkpoint that ``resume`` selects; return True if there was one.
 
     Raises:
-        UserError: If the checkpoint does not fit the config or the data, or there is no space left
-            to write others.
+        UserError: If the checkpoint does not fit the config or the data, or there is no disk space
+            for further checkpoints.
     """
     _check_space(task)
     folder = task.out / "checkpoints"

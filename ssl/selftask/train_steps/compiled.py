@@ -20,12 +20,13 @@ from selftask.task.update import record_loss, update_weights
 class Compiled:
     """Standard step with forward, loss and backward compiled together by torch.compile.
 
-    It uses ``train.compile_options``. A method that works between network and loss (``on_forward``,
-    such as a teacher) gets two graphs, and its teacher another one. The optimizer is not compiled,
-    since its fused kernel is as fast. It is meant for accelerators; on a CPU it is not faster than
-    ``standard``. On several ranks all gradients come at the end of the backward pass, which their
-    exchange then cannot overlap. Compiled code sums in another order than eager code, so that
-    results agree with those of ``standard`` up to rounding only.
+    It uses ``train.compile_options``. If the method computes something between network and loss
+    (``on_forward``, such as a teacher's output), network and loss are separate graphs, and so is
+    the teacher. The optimizer is not compiled, since its fused kernel is as fast. It is meant for
+    accelerators; on a CPU it is not faster than ``standard``. With several ranks, all gradients
+    become available at the end of the backward pass, so their reduction cannot overlap with it.
+    Compiled code sums in a different order than eager code, so results equal those of ``standard``
+    only up to rounding.
     """
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:

@@ -28,8 +28,8 @@ class DamagedStore(Exception):
 class Decoded(Wrapped):
     """A source that reads decoded images from a ``Store``.
 
-    Images that were unreadable when it was filled stay unreadable. If the file has been damaged
-    since, reading raises UserError, and the next start creates it again.
+    Images that were unreadable when the store was filled stay unreadable. If its file has been
+    damaged since, reading raises UserError, and the next start creates the file again.
     """
 
     def __init__(self, source: Source, store: Store) -> None:
@@ -111,7 +111,7 @@ class Store:
         return np.asarray(pixels).reshape(shape)
 
     def save_table(self, path: Path) -> None:
-        """Write everything but the pixels to ``path``, atomically."""
+        """Write all data except the pixels to ``path``, atomically."""
         header = {"length": self.length, "reasons": list(self.reasons.items())}
         write(Index(header, {name: getattr(self, name) for name in _ARRAYS}), path)
 
@@ -126,7 +126,7 @@ class Store:
 
         Args:
             pixels: File of the pixels.
-            table: File of everything else.
+            table: File of all other data.
             channels: Number of channels of each image.
 
         Raises:

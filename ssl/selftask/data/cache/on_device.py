@@ -178,7 +178,7 @@ class CacheDataset(EvalDataset):
 
 @dataclass(frozen=True)
 class Planner:
-    """Planner of batches: for given keys, the image indices and the parameters of the views."""
+    """Planner of batches: finds the image indices and draws the view parameters for given keys."""
 
     cache: Cache
     dataset: DeviceDataset
@@ -259,8 +259,7 @@ class CacheReader:
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of a device in bytes.
 
-    For a device that is no accelerator, this is the host memory that is available without
-    swapping.
+    For the CPU, this is the host memory available without swapping.
 
     Raises:
         UserError: If the available host memory is unknown.

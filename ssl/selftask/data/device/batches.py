@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceBatch(RawBatch):
-    """Batch whose views are not made yet: ``views`` is one canvas with all images.
+    """Batch whose views are not made yet: ``views`` is a single array with all images, padded.
 
-    With I images per sample the canvas has I * B rows, the first images of all samples first.
+    With I images per sample, this array, the canvas, has I * B rows: the first images of all
+    samples, then the second ones, and so on.
     """
 
     sizes: Tensor | None = None  # (I*B, 2) float32 height and width; None: images fill the canvas

@@ -26,9 +26,13 @@ class Program:
     """Steps that make a view: some transforms in the worker, the remaining ones on the device."""
 
     parent: int | None
-    """Number of the view that it is made from on the device; None: it is made from an image."""
+    """Number of the view from which this one is made on the device; None: it is made from an image,
+    ``image``.
+    """
     image: int
-    """Without a parent: index of the image that it is made from, among those sent for a sample."""
+    """Without a parent: index of the image from which the view is made, among those sent for a
+    sample.
+    """
     in_worker: Compose | None
     """Transforms up to the last one without a batched version; None if all have one."""
     operations: list[Operation]
@@ -37,7 +41,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Step:
-    """Operation that is applied to several views at once: all their steps up to it are the same."""
+    """Operation applied to several views at once, whose earlier steps are all the same."""
 
     number: int
     """Position of its arrays in ``Packed.steps``."""
@@ -51,8 +55,8 @@ class Engine:
     """Makes all views of a batch with the batched versions of their transforms.
 
     Workers call ``prepare`` and ``pack``; ``__call__`` runs on the device. If a transform has no
-    batched version, the worker applies the transforms up to it, and the result is one more image
-    that is sent to the device.
+    batched version, the worker applies all transforms up to and including it, and the result is
+    sent to the device as an additional image.
 
     Args:
         views: Views of the CPU engine.

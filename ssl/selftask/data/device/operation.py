@@ -31,8 +31,9 @@ class Operation(ABC):
     shares_images = False  # True if ``apply`` accepts fewer images than parameters
     vectorized = True  # True if ``draw`` is implemented, which draws for a whole batch at once
     reads: tuple[str, ...] | None = None
-    """Attributes of the transform that ``apply`` depends on, in addition to the arrays: views for
-    which they are equal are made together. None: each view is made alone."""
+    """Attributes of the transform that ``apply`` depends on, in addition to the arrays: views with
+    equal attributes are made together. None: each view is made separately.
+    """
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform
@@ -57,7 +58,7 @@ class Operation(ABC):
             sizes: Height and width of the images, int64 (B, 2).
 
         Returns:
-            Arrays (B, ...) by name, or a list, which ``apply`` gets as it is.
+            Arrays (B, ...) by name, or a list, which is passed to ``apply`` unchanged.
         """
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
@@ -115,7 +116,7 @@ class UniformOperation(Operation):
 class RandomlyApplied(UniformOperation):
     """Base class of batched transforms that are applied with probability ``p``.
 
-    All images are changed, and then each image or its changed version is selected. So no shape
+    All images are changed, and then each image or its changed version is selected, so that no shape
     depends on a draw.
     """
 

@@ -1,7 +1,7 @@
 """Mean and standard deviation of pixels, and image sizes.
 
-All sums are sums of integers. So they are exact and do not depend on the order of the images or on
-the number of processes. Only the final divisions round.
+All sums are sums of integers, so they are exact and independent of the order of the images and the
+number of processes. Only the final divisions round.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Statistics:
 
 
 def choose(num_images: int, most: int | None, seed: int) -> np.ndarray:
-    """Return sorted indices of all images, or of some drawn without replacement.
+    """Return sorted indices of all images, or of a random sample without replacement.
 
     Args:
         num_images: Number of images.

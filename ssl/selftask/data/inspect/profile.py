@@ -169,8 +169,8 @@ def _one_process(
 def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, float]:
     """Return each transform's fraction of the time of all transforms, largest first.
 
-    Transforms are measured one by one. A pipeline may run several of them at once and faster, but
-    the most expensive one stays the same.
+    Transforms are measured one by one. A pipeline may fuse several transforms and run them faster,
+    but the most expensive one stays the same.
 
     Args:
         config: Config of the run.
@@ -239,8 +239,8 @@ def _repeat(work: Callable[[], T], seconds: float) -> tuple[float, T]:
 def loader_rate(config: Config, sources: Sources, device: torch.device, seconds: float) -> float:
     """Return the images per second of the loader when nothing else runs.
 
-    The first ``1 + num_workers`` batches are not counted, because of the start of the workers and
-    the batches that they make ahead.
+    The first ``1 + num_workers`` batches are not counted, since the workers are starting or have
+    made them in advance.
 
     Args:
         config: Config of the run.

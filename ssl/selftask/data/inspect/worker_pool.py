@@ -1,8 +1,8 @@
 """Pool of processes that apply a function to every image and may crash or hang on one.
 
-A damaged file can crash a decoder or keep it busy forever. Then one process is replaced, and the
-image is reported. The pools of multiprocessing would wait or fail as a whole. Processes are forked,
-so that they share the opened source; nothing here imports torch.
+A damaged file can crash a decoder or keep it busy forever. In this case one process is replaced,
+and the image is reported. A pool of multiprocessing would wait forever or fail as a whole.
+Processes are forked, so that they share the opened source; nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -43,16 +43,17 @@ class BadFiles:
     It is kept by the main process. The file is read when a run resumes, and before new lines are
     written, since other ranks write to it too. It lists each path once.
 
-    ``counted`` has the images that this rank has read and, as of the last ``merge``, those of other
-    ranks. At a given step it is the same in a resumed run, whereas the file may be ahead.
+    ``counted`` contains the unreadable images found by this rank and, as of the last ``merge``, by
+    other ranks. At a given step it is the same in a resumed run, whereas the file may already list
+    later images.
 
     Args:
         path: The file; None: kept in memory only.
         num_images: Number of images of the source.
         on_error: ``data.on_error``.
         max_unreadable: ``data.max_unreadable``.
-        key: Config key of images that are left out if they are unreadable; empty: those of
-            training, which are replaced.
+        key: Config key of images that are skipped if they are unreadable; empty for training
+            images, which are replaced.
     """
 
     def __init__(
@@ -93,9 +94,8 @@ class BadFiles:
 
     def refuse(self, bad: Iterable[BadImage]) -> None:
         """Raise UserError before the first step if too many images are known to be unreadable.
-
-        Otherwise they are recorded when they are read, like all others. The same holds for images
-        whose storage failed, since the next read may succeed.
+        Otherwise nothing is recorded; the images are recorded when they are read. Images whose
+        storage failed do not count, since the next read may succeed.
         """
         bad = [error for error in bad if not error.storage_failed]
         if bad and (self.on_error == "fail" or not self.limit.allows(len(bad))):

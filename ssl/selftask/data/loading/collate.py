@@ -34,7 +34,7 @@ class Allocator(Protocol):
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Batch of B samples as workers return it, without those that were left out."""
+    """Batch of B samples as workers return it, without skipped samples."""
 
     views: list[torch.Tensor]  # V uint8 (B, H, W, C)
     labels: torch.Tensor  # (B,) int64

@@ -36,7 +36,7 @@ class WaitWatch:
     reported: bool = False
 
     def add_row(self, steps: int, data_wait: float) -> float | None:
-        """Record a log row; return the mean share of waiting if it is to be reported, else None.
+        """Record a log row; return the mean share of waiting if it should be reported, else None.
 
         Args:
             steps: Number of steps in the row.
@@ -77,7 +77,8 @@ def loader_advice(num_workers: int, cores: Cores, recipe: str, *, has_idle_devic
         num_workers: Number of worker processes.
         cores: Cores of this machine.
         recipe: Recipe of the run.
-        has_idle_device: Whether an accelerator waits, on which no views are made yet.
+        has_idle_device: Whether there is an accelerator that waits for data and does not make the
+            views itself.
     """
     change = workers_advice(num_workers, cores)
     if change is None:

@@ -137,9 +137,9 @@ class ViewDataset(Dataset):
     """Training samples: ``dataset[epoch, index]`` is a Sample with all views of one image.
 
     An unreadable image is replaced by another one, chosen by a hash of (seed, epoch, index). The
-    draws remain those of (epoch, index). So a sample does not depend on worker, rank or resume.
-    ``Sample.index`` is that of the image shown, since methods with a memory bank keep a slot per
-    image. If ``replaces`` is False, unreadable images are left out instead.
+    draws remain those of (epoch, index). A sample therefore does not depend on worker, rank or
+    resume. ``Sample.index`` is the index of the replacement, since methods with a memory bank have
+    an entry for each image. If ``replaces`` is False, unreadable images are skipped instead.
 
     Args:
         source: Source of the images.
@@ -209,7 +209,7 @@ class ViewDataset(Dataset):
             images: Images of the sample, uint8 (H, W, C).
             epoch: First number of the sample's key.
             index: Second number of the sample's key.
-            out: Arrays that the views are written to where possible, in order.
+            out: Arrays to which the views are written if possible, in order.
         """
         image, *extra_images = images
         traces: list[Trace] = []
@@ -220,8 +220,8 @@ class ViewDataset(Dataset):
 class EvalDataset(Dataset):
     """Samples for evaluation: one view by the evaluation transforms, the same every time.
 
-    An unreadable image is left out (no views) and not replaced, since the other image would be
-    counted in its place.
+    An unreadable image is skipped (its sample has no views) and not replaced, since the replacement
+    would be counted twice.
 
     Args:
         source: Source of the images.

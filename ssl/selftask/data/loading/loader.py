@@ -28,11 +28,11 @@ from selftask.errors import UserError
 class Batches:
     """Endless iterator over this rank's training samples, one batch per step.
 
-    ``start(step)`` goes to any global step in O(1) time. The samples do not depend on the number
+    ``start(step)`` seeks to any global step in O(1) time. The samples do not depend on the number
     of workers or ranks, nor on where the run was stopped. Workers are started once, for all epochs.
 
-    If an unreadable image was replaced by another one, ``labels`` and ``index`` of the batch are
-    those of the replacement. ``key``, on which random draws depend, is that of the requested image.
+    If an unreadable image was replaced, ``labels`` and ``index`` of the batch belong to the
+    replacement. ``key``, on which random draws depend, belongs to the requested image.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class EvalBatches:
     """Batches of this rank's contiguous part of a dataset, in order.
 
     ``input`` of a batch is the first view. Samples without views (unreadable images of an
-    EvalDataset) are left out, so use ``index`` to count.
+    EvalDataset) are skipped, so use ``index`` to identify samples.
     """
 
     def __init__(

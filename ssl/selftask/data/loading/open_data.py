@@ -37,8 +37,8 @@ def open_data(data: DataConfig) -> Sources:
     processes inherit them.
 
     Raises:
-        UserError: If a source cannot be opened, or a validation set has another number of channels
-            or other classes than the training images.
+        UserError: If a source cannot be opened, or if the number of channels or the classes of a
+            validation set differ from the training images'.
     """
     limits = data.max_bytes, data.max_scans, data.max_pixels
     set_policy(Policy(data.read_timeout_s, data.read_retries, *limits))
@@ -84,7 +84,8 @@ def open_val(component: Component, train: Source, key: str) -> Source:
         key: Config key of the set, for messages.
 
     Raises:
-        UserError: If it cannot be opened, or has another number of channels or other classes.
+        UserError: If it cannot be opened, or if its number of channels or its classes differ from
+            the training images'.
     """
     source = _open_named(component, key)
     if channels_of(source) != channels_of(train):
@@ -142,7 +143,7 @@ def check_data(config: Config, source: Source) -> Sampler:
 
 
 def check_val(config: Config, source: Source, key: str) -> None:
-    """Raise ConfigError if a set has labels, the method needs them and some images have none.
+    """Raise ConfigError if the method needs labels and only some images of a set have one.
 
     Args:
         config: Config of the run.

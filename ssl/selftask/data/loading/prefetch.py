@@ -15,11 +15,11 @@ from selftask.errors import UserError
 
 
 class Prefetcher:
-    """Buffer that returns the batches of ``make()`` in order, each made one call ahead.
+    """Buffer that returns the batches of ``make()`` in order, and makes each one call in advance.
 
     On an accelerator with streams, the copies and kernels of ``make`` run on a side stream, during
-    the previous step. A UserError of ``make`` is raised when its own batch is requested, after the
-    previous steps.
+    the previous step. A UserError of ``make`` is raised when the failed batch is requested, after
+    the previous steps.
     """
 
     def __init__(self, make: Callable[[], Batch], device: torch.device) -> None:

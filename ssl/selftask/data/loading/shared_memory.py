@@ -5,10 +5,11 @@ about a third of a millisecond for 300 KB on a virtual machine. Here a worker wr
 *slot*, a range of one unnamed file that both processes map once, and sends only its position.
 
 The first byte of a slot marks it as in use. The worker sets the mark when it hands the batch over.
-The main process clears it when the last tensor that uses the slot is freed, and then the worker
-may write there again. A worker never waits for a slot: if all are in use, it takes a new one. So
-there are as many slots as batches were alive at once, each as large as its largest batch. The file
-is in no file system (not in /dev/shm) and is freed with the last process that has it open.
+The main process clears it when the last tensor that uses the slot is freed, and then the worker may
+write there again. A worker never waits for a slot: if all are in use, it takes a new one. There are
+therefore as many slots as batches were alive at the same time, each as large as its largest batch.
+The file is not part of a file system (such as /dev/shm) and is freed when the last process closes
+it.
 """
 
 from __future__ import annotations

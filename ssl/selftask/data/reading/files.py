@@ -1,9 +1,9 @@
 """Reading of whole files with time limits and retries.
 
 A path may not be a regular file, and its file system may not answer. A read that hangs in the
-kernel cannot be canceled by a signal, and on a hard NFS mount not at all. So a separate thread
-reads while the caller waits, and a thread that hangs is abandoned. One thread per caller is kept
-for the next file: passing a file to a thread takes about 15 microseconds.
+kernel cannot be canceled by a signal, and on a hard NFS mount it cannot be canceled at all.
+Therefore a separate thread reads while the caller waits, and a thread that hangs is abandoned. One
+thread per caller is kept for the next file: passing a file to a thread takes about 15 microseconds.
 
 Each process also writes the path that it reads to memory shared with its parent process. The parent
 can then report the file that killed a worker (``last_file``).

@@ -169,8 +169,7 @@ def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 def to_rgb(image: Image.Image) -> np.ndarray:
     """Convert a Pillow image of any mode to uint8 (H, W, 3); alpha is dropped.
 
-    Alpha and CMYK are handled by Pillow's ``convert("RGB")``. torchvision's image folders use it
-    too, so results stay comparable.
+    Alpha and CMYK are handled by Pillow's ``convert("RGB")``, as in torchvision's image folders.
     """
     if image.mode.startswith("I") or image.mode == "F":
         return _gray_to_rgb(_to_8_bit(np.asarray(image), deep=True))

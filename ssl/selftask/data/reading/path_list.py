@@ -1,7 +1,7 @@
 """Text files with one path per line and optional labels; read once, then memory-mapped.
 
-A label follows the path after a tab. The file is read in pieces. Most pieces have no labels, blank
-lines or spaces at the end of a line. These are used unchanged, without a Python object per line.
+A label follows the path after a tab. The file is read in pieces. Pieces without labels, blank lines
+or trailing spaces, which is most of them, are used unchanged, without a Python object per line.
 """
 
 from __future__ import annotations

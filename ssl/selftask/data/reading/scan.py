@@ -1,8 +1,8 @@
 """Listing of all images below a folder, with many threads and in a fixed order.
 
 Folders are sorted by path, and files by name within a folder. Bytes are compared, so the order does
-not depend on the locale. If the folder was scanned before, only folders whose modification time has
-changed are read again; of the others, only the modification time is read.
+not depend on the locale. If the folder was scanned before, only folders with a changed modification
+time are read again.
 """
 
 from __future__ import annotations

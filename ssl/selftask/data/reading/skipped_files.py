@@ -29,7 +29,7 @@ def kind_of(name: str) -> str | None:
 
 
 def describe(counts: Mapping[str, int]) -> str:
-    """Return a text such as ``12 .heic, 3 .zip passed over (...)``, with advice in brackets."""
+    """Return a text such as ``12 .heic, 3 .zip passed over (...)``, with advice in parentheses."""
     most_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     listed = ", ".join(f"{number} {extension}" for extension, number in most_first)
     advice = []

@@ -1,10 +1,10 @@
 """Samplers by class: the same class proportions in every batch, or other class frequencies.
 
 An epoch is a list of slots sorted by class; each class has a fixed number of slots. They are filled
-with the images of the class in shuffled order, several times if there are too few images. So the
-number of samples per class is exact, and the images of a class differ in frequency by at most one.
-Only ``few_classes`` has no slots: it goes through the classes in rounds. The samplers keep 8 bytes
-per image.
+with the images of the class in shuffled order, several times if there are too few images. The
+number of samples per class is therefore exact, and the frequencies of the images of a class differ
+by at most one. Only ``few_classes`` has no slots: it iterates over the classes in rounds. The
+samplers keep 8 bytes per image.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Stratified(_ByClass):
         """Return an order of S batches, in which batch k has the slots k, k + S, k + 2 S, ...
 
         The batches are shuffled, and so are the slots within a batch. If the number of slots is not
-        a multiple of the batch size, evenly spaced slots are left out, so that all classes lose the
-        same share. The list is rotated, so that other slots are left out in each epoch.
+        a multiple of the batch size, evenly spaced slots are omitted, so that all classes lose the
+        same share. The list is rotated, so that each epoch omits different slots.
         """
         pool, total = self.pool, self.num_samples
         size, steps = pool.batch_size, total // pool.batch_size
@@ -107,7 +107,7 @@ class Stratified(_ByClass):
 
 @register_sampler("power_law")
 class PowerLaw(_ByClass):
-    """Class frequencies raised to a power: 1 is unchanged, 0.5 the square root, 0 all equal."""
+    """Class frequencies raised to a power: 1 keeps them, 0.5 is the square root, 0 equalizes."""
 
     repeats = True
 
@@ -147,8 +147,8 @@ class Balanced(_ByClass):
 class FewClasses(_ByClass):
     """Batches of a few classes with equally many images of each, for pair-based losses.
 
-    The classes take turns in shuffled order. A batch is sorted by class. So no class is shared
-    between ranks if the number of ranks divides ``classes_per_batch``.
+    The classes take turns in shuffled order. A batch is sorted by class. No class is therefore
+    shared between ranks if the number of ranks divides ``classes_per_batch``.
     """
 
     repeats = True
@@ -176,9 +176,9 @@ class FewClasses(_ByClass):
         self.num_classes = num_classes
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return an order that goes through the classes in rounds, each in a new random order.
+        """Return an order that iterates over the classes in rounds, each in a new random order.
 
-        If the last classes of a round are too few for a batch, they are left out of this round.
+        If the last classes of a round are too few for a batch, this round omits them.
         """
         per_batch, size = self.config.classes_per_batch, self.pool.batch_size
         orders = SetOrders(hash_words(self.pool.seed, _BATCHES), epoch)

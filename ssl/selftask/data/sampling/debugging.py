@@ -25,7 +25,7 @@ class Sequential(Sampler):
 
 @register_sampler("first")
 class First(Sampler):
-    """Only the first images, shuffled; shows if a run can overfit one batch."""
+    """Only the first images, shuffled; to check that a run can overfit one batch."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

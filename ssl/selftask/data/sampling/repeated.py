@@ -16,11 +16,11 @@ from selftask.registry import register_sampler
 
 @register_sampler("repeated")
 class Repeated(Sampler):
-    """Each image several times in its batch, each time with other augmentation parameters.
+    """Each image several times in its batch, each time with new augmentation parameters.
 
-    The length of an epoch does not change, so an epoch has only a part of the images: ``times``
-    epochs together go through one shuffled order. The repeats of an image are as far apart in the
-    batch as possible, and so on different ranks if there are several.
+    The length of an epoch does not change, so an epoch has only a part of the images, and ``times``
+    epochs together cover one shuffled order. The repeats of an image are as far apart in the batch
+    as possible, so they are on different ranks if there are several.
     """
 
     repeats = True

@@ -1,6 +1,6 @@
-"""Sample order: a pure function of (seed, epoch, position) with seeks in O(1) time.
+"""Sample order: a pure function of (seed, epoch, position), so that seeks take O(1) time.
 
-A sampler defines which images an epoch has and their order. The batch sampler cuts that order into
+A sampler defines the images of an epoch and their order. The batch sampler cuts that order into
 this rank's parts of the global batches. Neither has state: resuming at step k starts counting at k,
 and the samples of a global batch are the same for any number of ranks.
 """

@@ -37,7 +37,7 @@ class Digits(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         split: Literal["train", "val"] = "train"
-        """``train`` is the first 1347 digits, ``val`` the last 450, by other writers."""
+        """``train`` is the first 1347 digits, ``val`` the last 450, by different writers."""
         size: int = setting(32, min=1, max=4096)
         """Height and width, in pixels; the 8x8 images are enlarged by bicubic interpolation."""
         captions: bool = False
@@ -47,8 +47,8 @@ class Digits(Source):
         the digit (0, 6, 8 and 9 have a loop), otherwise 0.
         """
         clip: int | None = setting(None, min=2)
-        """Number of frames of a clip in which the digit turns, the images ``frame_1``, ``frame_2``,
-        ...: 10 degrees a frame, to the left for every other digit. Null: one frame.
+        """Number of frames of a clip in which the digit turns by 10 degrees per frame, to the left
+        for every other digit; adds the images ``frame_1``, ``frame_2``, ... Null: one frame.
         """
 
     def __init__(self, config: Config) -> None:

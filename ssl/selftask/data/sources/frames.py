@@ -33,11 +33,11 @@ class Frames(FileSource):
         """Use the first frame of each clip and every n-th frame after it."""
         next: int | None = setting(None, min=1)
         """Add an image ``next`` to each sample: the frame that comes this many used frames later.
-        Frames without such a frame are left out. Null: no image ``next``.
+        Frames without a later frame are omitted. Null: no image ``next``.
         """
         clip: int | None = setting(None, min=2)
         """Number of used frames in a sample: adds the images ``frame_1``, ``frame_2``, ... that
-        follow the main one. Frames without them are left out. Null: one frame.
+        follow the main one. Frames without enough later frames are omitted. Null: one frame.
         """
         labels: Literal["clip", "folder"] | None = None
         """Label of a frame: the number of its clip or of its top folder; null: no labels."""

@@ -1,4 +1,4 @@
-"""WebDataset's tar files with random access, so that runs resume like with image files."""
+"""WebDataset's tar files with random access, so that runs can resume as with image files."""
 
 from __future__ import annotations
 

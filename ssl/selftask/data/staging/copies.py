@@ -37,10 +37,10 @@ RAM = Path("/dev/shm")
 
 
 def folder_for(stage_to: str) -> Path:
-    """Create and return the folder of ``data.stage_to``; ``ram`` is one in shared memory.
+    """Create and return the folder of ``data.stage_to``; for ``ram`` it is in shared memory.
 
     Raises:
-        UserError: If it cannot be created.
+        UserError: If the folder cannot be created.
     """
     if stage_to == "ram":
         if not RAM.is_dir():

@@ -16,8 +16,8 @@ from selftask.registry import register_tokenizer
 class TokenizerFile(Tokenizer):
     """A ``tokenizer.json`` of Hugging Face's tokenizers, such as that of a published CLIP.
 
-    Ids are those of the file plus one, since 0 is padding here. Start and end tokens are added if
-    the file's post-processor adds them.
+    Ids are the file's ids plus one, since 0 is padding here. Start and end tokens are added if the
+    file's post-processor adds them.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,8 @@ def by_groups(change: Callable[[np.ndarray], np.ndarray], image: np.ndarray) -> 
 def for_channels(transform: Any, channels: int) -> Any:
     """Return a copy of the transform with ``channels`` set, or the transform itself.
 
-    It is set only if it is an integer attribute of the class. An instance attribute of that name is
-    a config key and is kept.
+    The attribute is set only if the class has it, as an integer. An instance attribute of that name
+    is a config key and is kept.
     """
     asks = isinstance(getattr(type(transform), "channels", None), int)
     if not asks or "channels" in vars(transform) or transform.channels == channels:

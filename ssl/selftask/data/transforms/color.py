@@ -132,8 +132,8 @@ class Grayscale(RandomlyApplied):
 class GaussianBlur(UniformTransform):
     """Blur with a Gaussian of random sigma, with probability p.
 
-    The kernel size follows from sigma. This is also true of Pillow's filter in the code of MoCo,
-    BYOL and DINO, which approximates the Gaussian by box filters.
+    The kernel size is computed from sigma, as in Pillow's filter, which the code of MoCo, BYOL and
+    DINO uses. Pillow approximates the Gaussian by box filters.
     """
 
     num_uniforms: ClassVar[int] = 2
@@ -183,8 +183,8 @@ class Solarize(RandomlyApplied):
 class ContrastNoise(UniformTransform):
     """Change contrast and brightness randomly and add noise: x * factor + offset + noise.
 
-    Values are on the scale [0, 1], and results are clipped to it. The noise models a sensor's. It
-    is the same in all channels, so that gray pixels stay gray.
+    Values are on the scale [0, 1], and results are clipped to it. The noise models that of a camera
+    sensor. It is the same in all channels, so that gray pixels stay gray.
     """
 
     num_uniforms: ClassVar[int] = 2

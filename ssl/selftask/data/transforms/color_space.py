@@ -19,9 +19,9 @@ from selftask.registry import register_transform
 class Lab(Deterministic):
     """Convert RGB to 8-bit CIE L*a*b*: L * 255 / 100, a + 128, b + 128, as OpenCV does.
 
-    For split-brain and contrastive multiview coding (arXiv:1906.05849), where one network gets the
-    first channel and another one the other two. ``normalize`` then needs the mean and std of Lab
-    images.
+    For split-brain autoencoders and contrastive multiview coding (arXiv:1906.05849), in which one
+    network gets the first channel and another network the other two. ``normalize`` then needs the
+    mean and std of Lab images.
     """
 
     def channel_problems(self, channels: int) -> Iterator[str]:
@@ -50,7 +50,7 @@ class Lightness(Deterministic):
 @register_transform("bgr")
 @dataclass(frozen=True)
 class Bgr(Deterministic):
-    """Convert RGB to BGR, for networks trained on images that OpenCV or Caffe has read.
+    """Convert RGB to BGR, for networks trained on images as read by OpenCV or Caffe.
 
     ``normalize`` then needs mean and std in that order.
     """

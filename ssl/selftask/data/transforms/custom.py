@@ -28,7 +28,7 @@ class Custom(Transform):
 
     If it takes two arguments, ``(image, rng)``, it gets a uint8 array (H, W, C) and a NumPy
     generator. The global generators of Python, NumPy and torch are seeded before each call and
-    restored after it. So the draws depend only on (seed, epoch, image, view), like those of other
+    restored after it. The draws therefore depend only on (seed, epoch, image, view), as for other
     transforms.
     """
 

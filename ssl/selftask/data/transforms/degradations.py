@@ -1,4 +1,4 @@
-"""Degradations by a camera or a file: motion, zoom and JPEG, on 8-bit images."""
+"""Degradations by a camera or a file format: motion, zoom and JPEG, on 8-bit images."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MotionBlur(Transform):
 @register_transform("zoom_blur")
 @dataclass(frozen=True, kw_only=True)
 class ZoomBlur(Transform):
-    """Average an image and ten enlargements about its center, with probability p."""
+    """Average an image and ten enlarged versions of it, with probability p."""
 
     zoom: tuple[float, float] = setting((1.0, 1.2), min=1, rising=True)
     """Range of the factor of the largest enlargement."""

@@ -1,7 +1,8 @@
 """Transforms that apply other transforms: random_apply, random_choice and random_order.
 
 The parameters of a transform may depend on the image size after the transform before it. Therefore
-these classes draw and apply one transform at a time, and do not derive from ``Transform``.
+these classes draw and apply one transform at a time, instead of drawing all parameters first like
+``Transform``.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ class GaussianNoise(Transform):
     """Add Gaussian noise of a random standard deviation, with probability p.
 
     Results are rounded to gray levels and clipped. Each noise value is one of 256 equally likely
-    quantiles of the normal distribution, the largest at 2.9 sigma. Drawing them takes a fifth of
-    the time of exact draws.
+    quantiles of the normal distribution, the largest of which is 2.9 sigma. Drawing them takes a
+    fifth of the time of exact draws.
     """
 
     sigma: tuple[float, float] = setting((0.0, 0.1), min=0, max=1, rising=True)

@@ -38,10 +38,11 @@ class Normalize:
     """Data set whose mean and standard deviation are used; half: 0.5 for both. Not used if ``mean``
     and ``std`` are given."""
     mean: list[float] | None = None
-    """Mean of each channel on the scale [0, 1]; needs ``std``. Null: that of ``stats``."""
+    """Mean of each channel on the scale [0, 1]; needs ``std``. Null: the mean of ``stats``."""
     std: list[float] | None = setting(None, above=0)
-    """Standard deviation of each channel on the scale [0, 1]; needs ``mean``. Null: that of
-    ``stats``."""
+    """Standard deviation of each channel on the scale [0, 1]; needs ``mean``. Null: the standard
+    deviation of ``stats``.
+    """
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if (self.mean is None) != (self.std is None):

@@ -126,7 +126,7 @@ def _run(
 class Normalizer:
     """Conversion of uint8 (B, H, W, C) to float32 (B, C, H, W), on any device: x * scale + shift.
 
-    The result keeps the memory order of the pixels (``torch.channels_last``). So nothing is
+    The result keeps the memory order of the pixels (``torch.channels_last``). Nothing is
     transposed, and convolutions on a CPU are faster.
 
     Args:

@@ -151,8 +151,8 @@ class AugMix(Resampled):
     alpha: float = setting(1.0, above=0)
     """Parameter of the Dirichlet and Beta distributions of the weights."""
     all_ops: bool = True
-    """Whether brightness, color, contrast and sharpness are among the operations; the paper leaves
-    them out.
+    """Whether brightness, color, contrast and sharpness are among the operations; the paper
+    excludes them.
     """
 
     def channel_problems(self, channels: int) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Transforms for pretext tasks: rotations, jigsaw puzzles, tiles, channel drop.
 
-The drawn rotation or permutation is the label of a view, which the image does not contain. So it is
+The drawn rotation or permutation is the label of a view. It cannot be read from the image, so it is
 drawn at a fixed position of the view's random stream, whatever else the pipeline draws.
 ``drawn_rotation`` and ``drawn_permutation`` compute it again from the seed, the ``key`` of the
 sample and the view. A method that uses every rotation of every image needs no draw: it has one
@@ -98,9 +98,9 @@ class Puzzle(NamedTuple):
 class Jigsaw(Transform):
     """Make a jigsaw puzzle: put the tiles of the image in a random order (arXiv:1603.09246).
 
-    The image is divided into cells, and one tile is cut out of each cell at a random position. So
-    edges do not show which tiles are neighbors. The tiles are then put together without gaps.
-    Position k, counted row by row, shows tile ``permutations(...)[drawn][k]``.
+    The image is divided into cells, and one tile is cut out of each cell at a random position, so
+    that edges do not reveal which tiles are neighbors. The tiles are then put together without
+    gaps. Position k, counted row by row, shows tile ``permutations(...)[drawn][k]``.
     """
 
     resizes = "tiles"

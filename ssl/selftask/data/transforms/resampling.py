@@ -15,8 +15,8 @@ MODES = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC, "nearest": cv
 def resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
     """Resize an image, antialiased unless ``interpolation`` is ``nearest``.
 
-    torch has the fastest antialiased kernel for uint8, and OpenCV has none. If no side shrinks,
-    OpenCV is faster and gives the same result, except for bicubic, which has another kernel.
+    torch has the fastest antialiased kernel for uint8; OpenCV has none. If no side shrinks, OpenCV
+    is faster and gives the same result, except for bicubic, whose kernel differs.
 
     Args:
         image: uint8 (H, W, C); may be a crop of a larger array.

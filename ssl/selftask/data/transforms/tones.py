@@ -83,10 +83,10 @@ class Sharpness(UniformTransform):
 @register_transform("lighting")
 @dataclass(frozen=True, kw_only=True)
 class Lighting(Transform):
-    """Shift the colors along the principal components of those of ImageNet (AlexNet's PCA noise).
+    """Shift the colors along the principal components of ImageNet's colors (AlexNet's PCA noise).
 
     Krizhevsky et al., ImageNet Classification with Deep Convolutional Neural Networks, 2012. The
-    components are those of Facebook's ResNet code, of values on the scale [0, 1].
+    components are taken from Facebook's ResNet code, for values on the scale [0, 1].
     """
 
     std: float = setting(0.1, min=0, also=["alphastd"])

@@ -32,7 +32,7 @@ class Drawn(NamedTuple):
 
     transform: Transform
     params: Any
-    """Parameters from ``Transform.draw``; None: it leaves the image unchanged."""
+    """Parameters from ``Transform.draw``; None: the image is left unchanged."""
     size: tuple[int, int]
     """Height and width of the image before the transform."""
 
@@ -114,7 +114,7 @@ class Transform(ABC):
     def numbers(self, params: Any) -> Sequence[float]:
         """Return the drawn parameters as numbers for ``batch.draws``; by default, there are none.
 
-        The count is always the same. ``params`` is None if the image is unchanged.
+        The number of values is always the same. ``params`` is None if the image is unchanged.
         """
         return ()
 

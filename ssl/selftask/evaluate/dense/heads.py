@@ -35,13 +35,13 @@ class HeadOptions(PatchOptions):
     heads: list[Literal["knn", "linear"]] = setting(["knn", "linear"], nonempty=True)
     """``knn``: votes of the nearest patches; ``linear``: a linear classifier of patches."""
     memory: int = setting(102_400, min=1)
-    """Largest number of training patches that are kept, in a sample from all images."""
+    """Maximum number of training patches in memory, sampled from all images."""
     k: int = setting(30, min=1)
     """Number of nearest patches that vote."""
     temperature: float = setting(0.02, above=0)
-    """Temperature of the votes; with a large one all neighbors count alike."""
+    """Temperature of the votes; a large temperature gives all neighbors nearly equal weight."""
     lr: list[float] = setting([0.0001, 0.001, 0.01, 0.1], above=0, nonempty=True)
-    """Learning rates of the linear heads, which are trained at once; the best one is chosen on
+    """Learning rates of the linear heads, which are trained simultaneously; the best is chosen on
     held-out training images.
     """
     steps: int = setting(1000, min=1)
@@ -51,7 +51,7 @@ class HeadOptions(PatchOptions):
     held_out: float = setting(0.2, above=0, below=1)
     """Share of the training images that is held out to choose the learning rate."""
     images: int | None = setting(None, min=1)
-    """Largest number of images of each set, in a random choice; null: all."""
+    """Maximum number of images of each set, chosen at random; null: all."""
     seed: int = setting(0, min=0)
     """Seed of the choice of images and patches, and of their order."""
 
@@ -119,7 +119,8 @@ def fit_heads(
         quality: Metric that the chosen learning rate maximizes on held-out images.
 
     Raises:
-        UserError: If there are fewer patches than ``k``, or one image for several learning rates.
+        UserError: If there are fewer patches than ``k``, or only one image to choose among several
+            learning rates.
     """
     heads: dict[str, Scores] = {}
     facts: dict[str, float] = {}
@@ -156,7 +157,7 @@ def _best_rate(
 
 
 def check_choice(num_images: int) -> None:
-    """Raise UserError unless one image can be trained on and another held out to choose a rate."""
+    """Raise UserError if several learning rates are given and fewer than two images."""
     if num_images < 2:
         raise UserError(
             "lr: 1 training image with labels leaves none to choose a learning rate on; give one, "

@@ -1,4 +1,4 @@
-"""Linear heads on patch features, one for each learning rate, trained at once.
+"""Linear heads on patch features, one for each learning rate, trained simultaneously.
 
 M patches, E features, C classes, G learning rates.
 """
@@ -51,10 +51,10 @@ def fit_linear_heads(
 ) -> LinearHeads:
     """Train one linear head for each learning rate by the cross-entropy of pixels.
 
-    All pixels of a patch share its logits, so their mean cross-entropy is that with the patch's
-    class shares as soft targets. Heads are trained by AdamW from zeros, with batches of 1,024
-    patches and a cosine decay of the learning rate to 0. All heads see the same batches, and none
-    depends on the others.
+    All pixels of a patch share its logits, so their mean cross-entropy equals the cross-entropy
+    with the patch's class shares as soft targets. Heads are trained by AdamW from zeros, with
+    batches of 1,024 patches and a cosine decay of the learning rate to 0. All heads see the same
+    batches, and none depends on the others.
 
     Args:
         features: (M, E).

@@ -177,7 +177,7 @@ def folder_problem(root: str, second: str = MASKS, example: str = "NAME.png") ->
 
     Args:
         root: The folder.
-        second: Name of the folder of masks or of other files, beside that of the images.
+        second: Name of the folder with the masks or other files, next to the folder of images.
         example: Name of a file in it.
     """
     if is_remote(root):
@@ -201,7 +201,7 @@ def read_table(root: str) -> dict[int, str] | None:
     """Return the names of the classes by index in ``root/classes.csv``; None if there is none.
 
     Raises:
-        UserError: If it is no table of indices and names.
+        UserError: If the file is not a table of indices and names.
     """
     path = Path(root).expanduser() / TABLE
     if not is_file(path):

@@ -24,11 +24,11 @@ class PatchMemory:
     """Random sample of the labeled patches of a sequence of images.
 
     Each image adds at most ``capacity / num_images`` patches, plus the number that earlier images
-    left unused. The sample depends on the seed and the images only. Of several ranks, each offers
-    the patches of its own images, and all add all images in the same order.
+    left unused. The sample depends on the seed and the images only. With several ranks, each rank
+    offers the patches of its own images, and every rank adds all images in the same order.
 
     Args:
-        capacity: Largest number of patches.
+        capacity: Maximum number of patches.
         num_images: Number of images that will be added.
         seed: Seed of the sample.
     """
@@ -76,7 +76,7 @@ class PatchMemory:
     def finish(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
         """Return features (M, E), shares of classes (M, C) and image numbers (M,) of the sample.
 
-        Every rank must call it; all get the same.
+        Every rank must call this method; all ranks get the same sample.
         """
         parts = {n: part for of_rank in gather_objects(self._parts) for n, part in of_rank.items()}
         columns = zip(*(parts[number] for number in sorted(parts)), strict=True)
@@ -121,7 +121,8 @@ def vote(bank: Bank, shares: Tensor, queries: Tensor, k: int, temperature: float
         shares: Class shares of these patches (M, C).
         queries: Patch features (Q, E).
         k: Number of neighbors.
-        temperature: Temperature of the weights; with a large one all neighbors count alike.
+        temperature: Temperature of the weights; a large temperature gives all neighbors nearly
+            equal weight.
     """
     votes = []
     for rows in F.normalize(queries, dim=1).split(_ROWS):

@@ -44,7 +44,7 @@ class PatchOptions:
     the size of ``eval.transforms``.
     """
     layer: int | None = setting(None, min=-1000, max=1000)
-    """Number of a hidden layer, -1 for the last; null: the output, after the final norm."""
+    """Index of a hidden layer, -1 for the last; null: the output, after the final norm."""
 
     def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
         transforms = config["eval"]["transforms"] if config else []
@@ -128,7 +128,7 @@ class Squared(Wrapped):
 
 
 def limited(source: Source, images: int | None, seed: int = 0) -> Source:
-    """Return at most ``images`` randomly chosen images in their order, or all if None."""
+    """Return at most ``images`` randomly chosen images in their original order; all if None."""
     if images is None or images >= len(source):
         return source
     return Subset(source, Part(count=images, seed=seed))

@@ -1,4 +1,4 @@
-"""Heads of a grid of learning rates and weight decays, trained at once in stacked tensors.
+"""Heads for a grid of learning rates and weight decays, trained simultaneously as stacked tensors.
 
 B images, N patches, E features, C classes, G heads.
 """
@@ -41,9 +41,9 @@ class LinearHead(nn.Module):
 class AttentiveHead(LinearHead):
     """Linear classifier of patches pooled by cross-attention (AIM, arXiv:2401.08541, section 3).
 
-    Learned queries attend to keys and values, which are linear in the patches; there is no
-    projection of queries or of the result. The results of several queries are averaged. Attention
-    heads have 64 features, or all if E is no multiple of 64.
+    Learned queries attend to keys and values, which are linear projections of the patches; queries
+    and result are not projected. The results of several queries are averaged. Each attention head
+    has 64 features; if E is not a multiple of 64, there is a single head.
 
     Args:
         width: Number of features, E.
@@ -79,9 +79,9 @@ def normalization(kind: Literal["none", "batch", "layer"], width: int) -> nn.Mod
 class HeadGrid(nn.Module):
     """Heads on the same features, with equal initial weights and one optimizer setting each.
 
-    The parameters of all heads are stacked to tensors (G, ...), so that a step of all heads is
-    one forward and one backward pass. No head depends on the others. Biases are not decayed, and
-    LARS does not adapt them.
+    The parameters of all heads are stacked into tensors (G, ...), so that one step of all heads
+    takes one forward and one backward pass. No head depends on the others. Biases are not decayed,
+    and LARS does not adapt them.
 
     Args:
         head: The initial head.

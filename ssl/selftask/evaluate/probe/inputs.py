@@ -1,4 +1,4 @@
-"""Features of blocks and poolings for probes, of augmented views or computed once.
+"""Features for probes, from several blocks and poolings: of augmented views, or computed once.
 
 B images, N patches, E features.
 """
@@ -34,7 +34,7 @@ Rows = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Input:
-    """Features that heads are trained on: a pooling of the last blocks."""
+    """Features on which heads are trained: a pooling of the last blocks."""
 
     pool: Pool
     blocks: int
@@ -93,14 +93,14 @@ class ProbeInputs:
     def batches(
         self, source: Source, key: str, rows: Sequence[int], seed: int | None = None
     ) -> Iterator[Rows]:
-        """Yield features and labels of images in this order; unreadable images are left out.
+        """Yield features and labels of images, in the order of ``rows``; skip unreadable images.
 
-        Several ranks share the images, and each gets all features.
+        Ranks share the work, and each yields the features of all images.
 
         Args:
             source: The images.
             key: Config key of the images, for messages.
-            rows: Numbers of the images.
+            rows: Indices of the images.
             seed: Seed of random crops and flips; None for ``eval.transforms``.
 
         Raises:

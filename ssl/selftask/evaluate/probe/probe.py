@@ -43,8 +43,9 @@ log = get_logger(__name__)
 class Probe:
     """Linear or attentive probe by the protocol of a paper: probe_mae_top1, and so on.
 
-    One head is trained for each learning rate, weight decay, number of blocks and pooling, all at
-    once on the same batches. With several, the best on held-out training images is tested.
+    One head is trained for each combination of learning rate, weight decay, number of blocks and
+    pooling, all simultaneously on the same batches. If there are several, the best on held-out
+    training images is tested.
     """
 
     needs_labels: ClassVar[bool] = True
@@ -59,7 +60,7 @@ class Probe:
     blocks: list[int] | None = setting(None, min=1, nonempty=True)
     """Numbers of last blocks whose features are concatenated."""
     pool: list[Pool] | None = setting(None, nonempty=True)
-    """Features of a block. ``class``: class token, or without one the mean of the patches;
+    """Features of a block. ``class``: class token, or mean of the patches if there is none;
     ``mean``: mean of the patches; ``both``: class tokens and the mean of the last block's patches;
     ``attentive``: the last block's patches, pooled by attention to learned queries.
     """
@@ -78,8 +79,8 @@ class Probe:
     seed: int = setting(0, min=0)
     """Seed of initial weights, order, crops, and held-out images."""
     seeds: int = setting(1, min=1)
-    """Number of seeds, from ``seed`` on, over which metrics are averaged. With several, the
-    settings of the tested heads are only logged, since each seed may choose others.
+    """Number of seeds, from ``seed`` on, over which metrics are averaged. With several seeds, the
+    settings of the tested heads are only logged, since each seed may choose different ones.
     """
 
     def settings(self) -> Protocol:

@@ -29,7 +29,7 @@ class Protocol:
     lr: list[float]
     weight_decay: list[float] = field(default_factory=lambda: [0.0])
     blocks: list[int] = field(default_factory=lambda: [1])
-    """Numbers of last blocks whose features are concatenated."""
+    """How many of the last blocks have their features concatenated; one head for each number."""
     pool: list[Pool] = field(default_factory=lambda: ["class"])
     """Poolings of the features of a block, see ``Probe.pool``."""
     norm: Literal["none", "batch", "layer"] = "none"

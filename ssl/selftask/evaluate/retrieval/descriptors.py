@@ -1,4 +1,4 @@
-"""Image descriptors at several scales: pooled output, or mean, GeM or R-MAC of the last map.
+"""Image descriptors at several scales: pooled output, or mean, GeM or R-MAC of a feature map.
 
 A feature map is (E, h, w); a descriptor has E features and length 1.
 """
@@ -28,7 +28,9 @@ class DescriptorOptions:
     """Options of image descriptors."""
 
     pool: Literal["pooled", "mean", "gem", "rmac"] = "pooled"
-    """Output of the backbone, or a pooling of its last map: mean, generalized mean, R-MAC."""
+    """Pooled output of the backbone, or a pooling of its last feature map: mean, generalized mean
+    or R-MAC.
+    """
     p: float = setting(3.0, above=0)
     """Exponent of ``gem``: 1 is the mean, large values approach the maximum."""
     levels: int = setting(3, min=1)
@@ -96,7 +98,8 @@ class Descriptors:
     def to_whiten(self, vectors: Sequence[Tensor]) -> Tensor:
         """Return the vectors of an image that the whitening is fitted to.
 
-        They are all those of all scales with ``rmac``, else one, their mean of unit length.
+        With ``rmac`` these are the vectors of all regions and scales; otherwise their mean, scaled
+        to unit length.
 
         Args:
             vectors: Result of ``vectors``.

@@ -23,7 +23,7 @@ class ImageNames:
 
         Args:
             name: ``all_souls_000013``, ``jpg/all_souls_000013.jpg`` or a whole path.
-            where: Location of the name, such as a file and line, for error messages.
+            where: Where the name was read, such as a file and line, for error messages.
 
         Raises:
             UserError: If no image or several images match.

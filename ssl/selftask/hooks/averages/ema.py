@@ -19,7 +19,7 @@ _DECAYS = ("decay", "half_life", "alpha")
 class ExponentialAverage(WeightAverage):
     """Exponential average of the weights: average <- d * average + (1 - d) * weights.
 
-    See arXiv:1806.05594. d is ``decay``, or follows from ``half_life`` or ``alpha``. With
+    See arXiv:1806.05594. d is ``decay``, or computed from ``half_life`` or ``alpha``. With
     ``warmup`` d is at most (1 + t) / (10 + t) after t steps, so that the initial weights are
     forgotten. Until ``start`` the average is a copy of the network, and t counts the steps after
     it.
@@ -34,8 +34,8 @@ class ExponentialAverage(WeightAverage):
     ``decay`` that is independent of the batch size.
     """
     alpha: float | None = setting(None, above=0)
-    """Rule of pycls: each update has the decay 1 - alpha * samples in a step * ``every`` / epochs,
-    such as 1e-5. An alternative to ``decay`` that also follows the length of the run.
+    """Rule of pycls: each update has the decay 1 - alpha * samples in a step * ``every`` / epochs;
+    a typical alpha is 1e-5. An alternative to ``decay`` that also follows the length of the run.
     """
     warmup: bool = True
     """Whether the decay is smaller in the first steps, so that initial weights are forgotten."""

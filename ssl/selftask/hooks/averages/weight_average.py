@@ -36,7 +36,7 @@ class WeightAverage(Hook):
     (``hooks.precise_bn`` recomputes them). average: averaged as weights are.
     """
     device: Literal["same", "cpu"] = "same"
-    """Where the average is stored; the CPU saves device memory and takes more time."""
+    """Where the average is stored; the CPU saves device memory, but updates take longer."""
     export: bool = False
     """Whether the run exports the average instead of the weights."""
 

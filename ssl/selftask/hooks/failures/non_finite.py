@@ -30,12 +30,12 @@ IMAGES_REMEDY = f"Look at the images that the replay lists, and at the transform
 
 
 class NonFiniteLoss(RunError, FloatingPointError):
-    """Loss or gradient became NaN or infinite. No checkpoint contains such a state.
+    """Error: the loss or a gradient became NaN or infinite. No checkpoint contains such a state.
 
     Args:
         message: Description of the value and its location.
         step: The first step known to be affected.
-        exact: Whether every step before it was checked, gradients included.
+        exact: Whether all earlier steps were checked, including their gradients.
     """
 
     def __init__(self, message: str, *, step: int, exact: bool = False) -> None:
@@ -46,8 +46,8 @@ class NonFiniteLoss(RunError, FloatingPointError):
 class NonFiniteGuard(Hook):
     """Checks loss and gradients in each step, before the weights are updated.
 
-    Makes the host wait for the device twice a step. BatchNorm's running statistics of a skipped
-    step are restored. The first failures of a run are dumped in ``failures/step_N/``.
+    The host waits for the device twice per step. BatchNorm's running statistics of a skipped step
+    are restored. The first failures of a run are dumped in ``failures/step_N/``.
 
     Args:
         policy: ``train.on_nan``. ``skip`` checks the whole run. The other policies check only while
@@ -191,7 +191,7 @@ def _cause_in(task: Task) -> Cause | None:
 
 
 def non_finite_images(batch: Batch, source: Source) -> Iterator[str]:
-    """Yield a sentence for each view with non-finite images, which names some of them.
+    """Yield a sentence for each view with non-finite images; it names some of the images.
 
     Args:
         batch: The batch.

@@ -25,9 +25,10 @@ log = get_logger(__name__)
 class GradientNoise(Hook):
     """Logs ``gradient_noise_scale``, in samples (arXiv:1812.06162, appendix A.1).
 
-    In logged steps the norm of the step's gradient is compared with those of its parts: each rank's
-    and each accumulated batch's. At least two parts are needed, and no additional pass. The formula
-    assumes a loss that is a mean over samples; for other losses only the trend is meaningful.
+    In logged steps, the norm of the step's gradient is compared with the norms of its parts: the
+    gradients of each rank and each accumulated batch. There must be at least two parts; no
+    additional forward or backward pass is needed. The formula assumes a loss that is a mean over
+    samples; for other losses only the trend is meaningful.
     """
 
     priority: ClassVar[int] = 15  # before clip_gradients
@@ -92,7 +93,7 @@ class GradientNoise(Hook):
 
 
 def estimate(small: float, big: float, small_size: float, size: float) -> tuple[float, float]:
-    """Return unbiased estimates of the noise covariance's trace and of the true |gradient|^2.
+    """Return unbiased estimates of the trace of the noise covariance and of the true |gradient|^2.
 
     Args:
         small: Mean squared norm of gradients of ``small_size`` samples.

@@ -24,13 +24,13 @@ log = get_logger(__name__)
 class StopOnSignal(Hook):
     """SIGTERM, SIGINT, SIGUSR2 and SIGHUP: save at the next step; exit at once on a second one.
 
-    Later SIGHUPs are ignored, since closing a terminal sends several. So is the same signal within
-    a second: a signal to a process group (``timeout``, ``systemctl stop``) reaches the ranks, and
-    their launcher forwards it to them as well. A SIGHUP that the process ignores from its start
-    (nohup) stays ignored. The handler prints a message and sets a flag. With several ranks, each
-    step starts a reduction of the flags and reads its result one step later. So no rank waits, and
-    all stop after the same step. The handler is installed when the hook is built, to catch a signal
-    during the first evaluation too.
+    Later SIGHUPs are ignored, since closing a terminal sends several. A repeated signal is ignored
+    within one second: a signal to a process group (``timeout``, ``systemctl stop``) reaches the
+    ranks twice, directly and through their launcher. A SIGHUP that the process ignores from its
+    start (nohup) stays ignored. The handler prints a message and sets a flag. With several ranks,
+    each step starts a reduction of the flags and reads its result one step later, so that no rank
+    waits and all ranks stop after the same step. The handler is installed when the hook is built,
+    to catch a signal during the first evaluation too.
     """
 
     priority: ClassVar[int] = 95
@@ -81,7 +81,7 @@ class StopOnSignal(Hook):
     def release(self) -> None:
         """Restore the earlier signal handlers.
 
-        Handlers that another task has installed since are kept; that task then restores those from
+        Handlers installed later by another task are kept; that task restores the handlers from
         before both tasks.
         """
         self.released = True

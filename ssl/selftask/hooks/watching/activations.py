@@ -24,8 +24,8 @@ class Activations(Hook):
 
     The columns are ``activations/LAYER/mean`` and so on, in ``metrics.jsonl`` and writers but not
     in the lines of the log. They are computed in logged steps only, from rank 0's images. Writers
-    with histograms also get the distribution. The effective rank is that of one vector per image:
-    the outputs averaged over positions.
+    with histograms also get the distribution. The effective rank is computed from one vector per
+    image, the output averaged over positions.
     """
 
     priority: ClassVar[int] = 55

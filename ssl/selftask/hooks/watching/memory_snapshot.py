@@ -22,8 +22,8 @@ log = get_logger(__name__)
 class MemorySnapshot(Hook):
     """Writes snapshots of a CUDA GPU's memory, after a step and when memory runs out.
 
-    ``OUT/profile/memory_NAME_rankN.pickle`` shows each block of memory with the line that allocated
-    it, on https://pytorch.org/memory_viz; it requires recording every allocation.
+    ``OUT/profile/memory_NAME_rankN.pickle`` contains each block of memory with the line that
+    allocated it, for https://pytorch.org/memory_viz; for this, every allocation is recorded.
     ``OUT/profile/memory_NAME_rankN.txt`` is the table of ``torch.cuda.memory_summary``.
     """
 

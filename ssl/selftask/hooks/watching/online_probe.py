@@ -1,4 +1,4 @@
-"""Linear probes that are trained beside the network.
+"""Linear probes that are trained along with the network.
 
 B images of this rank, V views, E features, L learning rates.
 """
@@ -42,29 +42,29 @@ log = get_logger(__name__)
 class OnlineProbe(Hook):
     """Trains linear classifiers on the detached features of each batch, and logs their accuracy.
 
-    The features are those that the step computes of the first view. Gradients, weights and random
-    draws of the network are the same as without the hook. ``train_probe_top1`` is the accuracy on
-    the training images since the last row; each image is predicted before a classifier learns from
-    it. Evaluations add ``probe_top1``, the accuracy on ``data.val`` with the transforms of
-    evaluations. These two are of the learning rate with the highest recent accuracy on training
-    images, ``probe_lr``. With ``k``, ``train_knn_top1`` is the accuracy of k-NN on training images,
-    with the latest ``queue_size`` images as neighbors. Columns of hidden layers end with the layer,
-    as in ``probe_top1_layer3``, and those of the teacher with ``_teacher``. ``ms_probe`` is the
-    time that the hook takes in a step.
+    The features are those of the first view, which the step computes anyway. Gradients, weights and
+    random draws of the network are the same as without the hook. ``train_probe_top1`` is the
+    accuracy on the training images since the last row; each image is predicted before a classifier
+    learns from it. Evaluations add ``probe_top1``, the accuracy on ``data.val`` with the transforms
+    of evaluations. Both are reported for the learning rate with the highest recent accuracy on
+    training images, ``probe_lr``. With ``k``, ``train_knn_top1`` is the accuracy of k-NN on
+    training images, with the latest ``queue_size`` images as neighbors. Columns of hidden layers
+    end with the layer, as in ``probe_top1_layer3``, and those of the teacher with ``_teacher``.
+    ``ms_probe`` is the time that the hook takes in a step.
     """
 
     priority: ClassVar[int] = 60  # before the row is written
     evaluates: ClassVar[bool] = True
 
     lr: list[float] = setting([1.0, 3.0, 10.0], above=0, nonempty=True)
-    """Learning rates, of which each has its own classifier; for features of unit length."""
+    """Learning rates, each with its own classifier; features have unit length."""
     layers: list[int] = setting([])
     """Hidden layers of the backbone that also have classifiers, in addition to its output: mean of
     the patches, as in ``eval.layers``. Negative numbers count from the last layer.
     """
     teacher: bool = False
-    """Whether the output of the EMA teacher's backbone has classifiers of its own, too; the
-    features are those that the step computes of the teacher's first view.
+    """Whether there are also classifiers of the output of the EMA teacher's backbone, for the first
+    view that the teacher computes in the step.
     """
     k: int = setting(0, min=0)
     """Number of neighbors among the latest images that vote for the class of an image, such as 20;

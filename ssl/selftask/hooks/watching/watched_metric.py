@@ -15,7 +15,7 @@ class WatchedMetric:
 
     Args:
         key: Config key that names the column, for the warning.
-        name: The column; None: there is none to watch.
+        name: The column, or None to watch nothing.
     """
 
     def __init__(self, key: str, name: str | None) -> None:
@@ -35,7 +35,7 @@ class WatchedMetric:
         return gather_objects(float(value))[0]
 
     def warn_if_missing(self, text: str = "no row has it yet") -> None:
-        """Warn once if there were rows and none had the metric."""
+        """Warn once if there were rows but none had the metric."""
         if self.name is not None and self._others:
             hint = nearest(self.name, sorted(self._others))
             log.warning("%s=%s: %s; %s", self.key, self.name, text, hint)

@@ -25,8 +25,8 @@ class Wandb(TrackingWriter):
     """Sends rows, images, histograms and the config to Weights & Biases.
 
     The environment variables of wandb apply (``WANDB_API_KEY``, ``WANDB_MODE``, ...). In offline
-    mode, files are written to ``OUT/wandb``; ``wandb sync`` sends them later, and those of a
-    resumed run become one run.
+    mode, files are written to ``OUT/wandb``, and ``wandb sync`` sends them later; the files of a
+    resumed run become a single run.
     """
 
     package: ClassVar[str] = "wandb"

@@ -28,7 +28,7 @@ class BatchContrast(Method):
         out_dim: int = setting(128, min=1, tiny=16)
         """Width of the head's output, D."""
         hidden_dim: int | None = setting(None, min=1, tiny=32)
-        """Width of the head's hidden layer; null: that of the backbone."""
+        """Width of the head's hidden layer; null: the width of the backbone."""
         norm: bool = True
         """Whether both layers of the head have BatchNorm, as in SimCLR's code."""
 

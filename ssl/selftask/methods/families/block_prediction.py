@@ -1,7 +1,7 @@
 """Methods that predict a teacher's features of blocks of an image from another block.
 
-B: images per rank, N: patches of an image, K: maximum patches of a context, M: target blocks, Q:
-maximum patches of a target block, D: width of the teacher.
+B: images per rank, N: patches of an image, K: maximum number of patches in a context, M: target
+blocks, Q: maximum number of patches in a target block, D: width of the teacher.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BlockPrediction(Method):
         context_scale: tuple[float, float] = (0.85, 1.0)
         """Range of the context's share of the image's area, before the targets are cut out."""
         min_context: int = setting(10, min=0)
-        """Minimum patches of a context; if fewer remain, the last targets may overlap it."""
+        """Minimum patches in a context; if fewer remain, the last targets may overlap it."""
         max_context: float = setting(0.5, above=0, max=1)
         """Maximum share of the image's patches in a context; random excess patches are dropped."""
         predictor_dim: int = setting(384, min=1, tiny=16)
@@ -58,7 +58,7 @@ class BlockPrediction(Method):
         """Attention heads of the predictor."""
         init_std: float | None = setting(0.02, above=0)
         """Initial standard deviation of weights. null: larger in layers with few inputs, for
-        networks much narrower than a ViT-B; with 0.02 these would pass on little but positions.
+        networks much narrower than a ViT-B, where 0.02 would let little but the positions through.
         """
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -85,7 +85,7 @@ class BlockPrediction(Method):
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
-        """Raise UserError if the embedding of an image is the class token."""
+        """Raise UserError if the backbone's embedding of an image is its class token."""
         if getattr(backbone, "global_pool", None) == "token":
             raise UserError(
                 "backbone.args: patches are trained, not the class token; use global_pool: avg"

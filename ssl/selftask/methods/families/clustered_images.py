@@ -30,7 +30,7 @@ class ClusteredImages(Method):
     """Number of views in the memory, V."""
 
     def build_memory(self, task: Task, key: str, num_clusters: int) -> int:
-        """Allocate a slot for each image, and return their number N.
+        """Allocate an entry for each image, and return the number of images, N.
 
         Args:
             task: The task.

@@ -30,7 +30,7 @@ class ConsistencyConfig:
         Args:
             contrast: Loss of the method, ().
             first: Cosines of one view of each image with its negatives, (N, K).
-            second: Those of the other view with the same negatives. Gradients reach both.
+            second: Cosines of the other view with the same negatives. Gradients flow to both.
         """
         term = consistency(first, second, temperature=self.consistency_temperature)
         return {"recognition": contrast, "consistency": self.consistency_weight * term}

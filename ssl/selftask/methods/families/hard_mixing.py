@@ -26,7 +26,7 @@ class HardMixingConfig:
     """Number of negatives of a query that mix it with a hard entry of the queue, s'; 128 in the
     paper."""
     mix_hardest: int = setting(1024, min=1, tiny=lambda batch: batch)
-    """Number of entries that count as hard, those most similar to the query; N."""
+    """Number of entries considered hard, N: those most similar to the query."""
     mix_start: int | str = setting("15 epochs", duration=True, tiny=1)
     """Time from which negatives are mixed."""
 

@@ -1,6 +1,6 @@
 """Methods that hide patches of an image and predict something at them.
 
-Hidden patches are replaced by a mask token (``MaskedNetwork``, requires ``"tokens"``), or left out
+Hidden patches are replaced by a mask token (``MaskedNetwork``, requires ``"tokens"``), or removed
 and predicted from the others (``KeptNetwork``, requires ``"subset"``).
 
 B: images per rank, N: patches of an image, K: patches that are kept, M: groups of Q patches to
@@ -72,7 +72,7 @@ class MaskedPatches(Method):
         raise NotImplementedError(f"{type(self).__name__} draws no masks")
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the images, and the same with hidden patches set to 0."""
+        """Return the images, and copies with hidden patches set to 0."""
         (images,) = batch.all_views
         return {"image": images, "masked": hide_patches(images, batch["mask"].flatten(1))}
 
@@ -100,7 +100,7 @@ class MaskedNetwork(Network):
 
 
 def check_num_hidden(num_hidden: int, num_patches: int, ratio: float) -> None:
-    """Raise UserError if ``method.mask_ratio`` hides none of the patches of an image, or all."""
+    """Raise UserError if ``method.mask_ratio`` hides none or all of the patches of an image."""
     if not 0 < num_hidden < num_patches:
         change = "raise" if num_hidden <= 0 else "lower"
         raise UserError(
@@ -155,7 +155,7 @@ class BlockMasks(MaskedPatches):
 
 
 class BlockMaskedPatches(BlockMasks):
-    """Method whose loss is that of hidden blocks only.
+    """Method whose loss is computed on hidden blocks only.
 
     The network gets ``(images, mask, indices)``, and its head the hidden patches (B, H, E).
     """
@@ -209,11 +209,11 @@ class Kept(NamedTuple):
     padding: Tensor | None = None
     """(B, K) bool, True for padding in ``keep``."""
     asked_padding: Tensor | None = None
-    """(B, M, Q) bool, likewise for ``asked``."""
+    """(B, M, Q) bool, True for padding in ``asked``."""
 
 
 class KeptPatches(MaskedPatches):
-    """Method that encodes a part of the patches, and predicts the others by a decoder (MAE)."""
+    """Method that encodes some of the patches, and predicts the others with a decoder (MAE)."""
 
     requires: ClassVar[tuple[str, ...]] = ("subset",)
 
@@ -247,7 +247,7 @@ class KeptPatches(MaskedPatches):
         return build_kept_network(backbone, task, num_out=num_out, **self.config.decoder_sizes)
 
     def num_kept(self, grid: Grid) -> int:
-        """Return the number of encoded patches. Raise UserError if it is none or all."""
+        """Return the number of encoded patches; raise UserError if none or all are encoded."""
         ratio, num_patches = self.config.mask_ratio, grid[0] * grid[1]
         kept = int(num_patches * (1 - ratio))
         check_num_hidden(num_patches - kept, num_patches, ratio)
@@ -261,7 +261,7 @@ class KeptPatches(MaskedPatches):
         return Kept(order[:, :num_kept], order[:, None, num_kept:])
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the images, and the same with patches that are not encoded set to 0."""
+        """Return the images, and copies in which patches that are not encoded are 0."""
         images, keep = batch.all_views[0], batch["mask"].keep
         num_patches = keep.shape[1] + batch["mask"].asked[0].numel()
         hidden = keep.new_ones(len(keep), num_patches, dtype=torch.bool).scatter(1, keep, False)

@@ -1,4 +1,4 @@
-"""Contrast of each image with its own entry and those of others in a memory bank (NPID).
+"""Contrast of each image with its own and other images' entries in a memory bank (NPID).
 
 B: images per rank, K: negatives of an image, D: width of the head.
 """
@@ -108,7 +108,7 @@ class MemoryContrast(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal similarities: ln(1 + ``num_negatives``); with ``loss: nce`` as ``npid``."""
+        """Loss of equal similarities: ln(1 + ``num_negatives``); for NCE that of ``npid``."""
         negatives: int = self.config.num_negatives
         is_nce = self.config.loss == "nce"
         return noise_contrast.chance_of_nce(negatives) if is_nce else math.log1p(negatives)

@@ -36,7 +36,7 @@ class MomentumKeys(Method):
         out_dim: int = setting(128, min=1, tiny=16)
         """Width of the head's output, D."""
         hidden_dim: int | None = setting(None, min=1, tiny=32)
-        """Width of the head's hidden layer; null: that of the backbone."""
+        """Width of the head's hidden layer; null: the width of the backbone."""
         temperature: float = setting(0.2, above=0)
         """Temperature of the similarities, tau; 0.07 in MoCo v1."""
 

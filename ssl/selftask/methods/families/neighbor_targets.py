@@ -26,8 +26,8 @@ class NeighborTargets(Method):
         out_dim: int = setting(256, min=1, tiny=16)
         """Width of the output of projector and predictor, D."""
         queue_size: int = setting(0, min=0)
-        """Length of the queue in which the nearest neighbors of projections are searched, which
-        replace these as targets, in images; 0: no neighbors.
+        """Length of the queue, in images. The nearest neighbors of projections in it replace the
+        projections as targets; 0: no neighbors.
         """
 
     def __init__(self, config: Config) -> None:

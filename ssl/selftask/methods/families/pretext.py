@@ -1,4 +1,4 @@
-"""Pretext tasks: the class of an image is a change that the method has made to it.
+"""Pretext tasks: the network predicts a change that the method has made to an image.
 
 V views, B images per rank, C classes.
 """
@@ -19,7 +19,7 @@ from selftask.models.precision import to_float32
 
 
 class Pretext(Method):
-    """Method that sets ``batch["classes"]``; the network scores them.
+    """Method that sets ``batch["classes"]``, which the network learns to predict.
 
     A subclass sets ``num_classes``, C.
 

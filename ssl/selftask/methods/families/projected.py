@@ -1,4 +1,4 @@
-"""Methods that spread or decorrelate features after a projector of three layers, as VICReg does."""
+"""Methods that spread or decorrelate features after a projector of three layers, like VICReg."""
 
 from __future__ import annotations
 

@@ -30,8 +30,9 @@ from selftask.optim.schedules import build_schedule, last_value
 def target_entropy(targets: Tensor) -> Tensor:
     """Return the mean entropy of targets: ``-mean_i sum_k p_ik ln p_ik``, in nats.
 
-    The label-free measure of figure 7 of DINO (arXiv:2104.14294), the teacher's entropy. 0 is
-    collapse to one prototype. ln K with a student that agrees is collapse to equal probabilities.
+    This is the teacher's entropy in figure 7 of DINO (arXiv:2104.14294), which needs no labels. A
+    value of 0 means collapse to one prototype. A value of ln K means collapse to equal
+    probabilities, if the student's divergence is 0.
 
     Args:
         targets: Probabilities of K prototypes (..., K), of images, not of patches.
@@ -40,7 +41,7 @@ def target_entropy(targets: Tensor) -> Tensor:
 
 
 def log_target_entropy(targets: Tensor, task: Task) -> None:
-    """Log ``target_entropy`` over all ranks, for losses in which it is no term of its own."""
+    """Log ``target_entropy`` over all ranks, for losses of which it is not a separate term."""
     if task.should_log:
         task.log("target_entropy", all_reduce_mean(target_entropy(targets)))
 
@@ -49,7 +50,7 @@ class PrototypeHeads(Method):
     """Method whose heads end in K prototypes; combine it with ``EMATeacher`` for targets."""
 
     head_names: ClassVar[tuple[str, ...]] = ("head",)
-    """Names of these heads in the network."""
+    """Names of the heads in the network."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

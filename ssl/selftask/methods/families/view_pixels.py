@@ -1,4 +1,4 @@
-"""Methods that need the pixels of their views as they are before ``normalize``."""
+"""Methods that need the pixels of their views before ``normalize``."""
 
 from __future__ import annotations
 

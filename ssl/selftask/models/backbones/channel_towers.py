@@ -1,4 +1,4 @@
-"""Networks side by side, each of which sees some of the channels of an image."""
+"""Several networks, each of which processes some of the channels of an image."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ChannelTowersConfig:
 class ChannelTowers(nn.Module):
     """Concatenated features (B, sum of ``widths``) of the parts of images (B, C, H, W).
 
-    Hidden layers are those of the first tower, then those of the next one, if all have some.
+    Hidden layers are numbered tower by tower; there are none unless every tower has some.
 
     Args:
         towers: Backbones, in the order of the channels.

@@ -13,11 +13,10 @@ from selftask.config.fields import setting
 
 
 class GhostBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm whose statistics are those of a part of the batch (arXiv:1705.08741).
+    """BatchNorm with separate statistics for parts of the batch (arXiv:1705.08741).
 
     In training, a batch is split into parts of at least ``size`` samples. Each part updates the
-    running statistics. In eval mode it computes the same as ``nn.BatchNorm2d``, and it has
-    the same state dict.
+    running statistics. In eval mode it is equal to ``nn.BatchNorm2d``, whose state dict it shares.
 
     Args:
         channels: Channels of the maps.
@@ -44,8 +43,8 @@ class WithNorm:
     statistics and scales of the weights in ``init``, never updated).
     """
     norm_size: int = setting(32, min=1, also=["num_groups"])
-    """Groups of ``norm=group``, fewer if they do not divide the channels; samples in a part of
-    ``norm=ghost``.
+    """Number of groups for ``norm=group``, reduced if it does not divide the channels; samples in a
+    part for ``norm=ghost``.
     """
 
     def norm_layer(self, channels: int) -> nn.Module:

@@ -22,8 +22,8 @@ from selftask.random.splitmix import shift_right, splitmix64
 def draw_coordinates_per_sample(model: nn.Module) -> None:
     """Make the RoPE of timm's Eva draw its random coordinates per sample.
 
-    W ranks then draw the same as one rank. timm draws once for each pass, from torch's generator. A
-    model whose RoPE is not random remains unchanged.
+    W ranks then draw the same values as one rank. timm draws once for each pass, from torch's
+    generator. A model whose RoPE is not random remains unchanged.
 
     Raises:
         UserError: If the RoPE is random but not of DINOv3's form.
@@ -53,10 +53,10 @@ class DrawnRope(RotaryEmbeddingDinoV3):
     def get_embed(
         self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return sines and cosines, (N, 2 * D); in training those of each image, (B, 1, N, 2 * D).
+        """Return sines and cosines, (N, 2 * D); in training separately by image, (B, 1, N, 2 * D).
 
         Args:
-            shape: Rows and columns of patches; by default those of the constructor.
+            shape: Rows and columns of patches; by default those given to the constructor.
             dtype: Type of the result; by default float32.
         """
         if not (self.training and self.aug_active):
@@ -101,8 +101,8 @@ class CapiRope(nn.Module):
 
     Registers are at equal distances on the bounding box of the encoded patches. The first half of a
     head's features is rotated by the row and the second by the column, and feature i is paired with
-    i + D / 2, as in the published code. There the frequencies are parameters of each block; here
-    they are fixed.
+    i + D / 2, as in the published code. In the published code the frequencies are parameters of
+    each block; here they are fixed.
 
     Args:
         dim: Features of an attention head, D.

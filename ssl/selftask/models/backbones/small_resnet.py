@@ -46,9 +46,9 @@ class SmallResNetConfig(WithNorm):
 class SmallResNet(nn.Module):
     """A stem, three stages that each halve the resolution, and average pooling: (B, 4 * width).
 
-    Unlike in ResNet-18 with the CIFAR stem, the first stage also halves the resolution, as does the
-    stem with a stride of 2, because most of the arithmetic would be there. The data pipeline gives
-    images in ``torch.channels_last``, which is twice as fast on CPUs.
+    Unlike in ResNet-18 with the CIFAR stem, the first stage also halves the resolution, and so does
+    a stem with stride 2. At full resolution these layers would take most of the computation. The
+    data pipeline gives images in ``torch.channels_last``, which is twice as fast on CPUs.
 
     Args:
         width: Channels of the stem; stages have 1, 2 and 4 times as many.

@@ -72,7 +72,8 @@ class PatchTokenizer(nn.Module):
 
     Args:
         backbone: Backbone with ``"tokens"`` in its ``offers``.
-        head: Patches (B, N, D) -> scores (B, N, num_tokens). The largest score gives the token.
+        head: Patches (B, N, D) -> scores (B, N, num_tokens). The token of a patch is the index of
+            its largest score.
         num_tokens: Number of tokens.
     """
 

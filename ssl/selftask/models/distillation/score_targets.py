@@ -14,7 +14,7 @@ from selftask.models.weights.trained import Scores, Targets
 
 
 class ScoreTargets(nn.Module):
-    """Conversion of scores into targets, as in the teacher's own method or as specified.
+    """Conversion of scores into targets, by the teacher's own method or as specified.
 
     It has no state of its own, since temperature and center belong to the teacher.
 

@@ -1,6 +1,6 @@
 """Standardization of teachers' features by their running mean and variance.
 
-S: features of all teachers side by side; D: features of one; W: ranks.
+S: number of features of all teachers together; D: number of features of one teacher; W: ranks.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def standardize(features: list[Tensor], moments: Moments) -> list[Tensor]:
     """Standardize the features of several networks to mean 0 and variance 1.
 
     Args:
-        features: Of several networks, (..., D) each.
-        moments: Moments of these features side by side.
+        features: Features of several networks, (..., D) each.
+        moments: Moments of these features, concatenated.
     """
     widths = [part.shape[-1] for part in features]
     means, variances = (values.split(widths) for values in moments)
@@ -75,7 +75,8 @@ def moments_of(features: list[Tensor]) -> Moments:
     Every rank must call this function, with the same number of images.
 
     Args:
-        features: Features of each network, (..., D). D may differ between networks; S is the sum.
+        features: Features of each network, (..., D). D may differ between networks; S is the sum
+            over networks.
     """
     each = [torch.var_mean(part.flatten(0, -2), dim=0, correction=0) for part in features]
     variances, means = zip(*each, strict=True)

@@ -23,8 +23,8 @@ class Adapter(ABC):
             * ``"tokens"``: patches that can be replaced by a mask token;
             * ``"subset"``: patches, some of which can be encoded without the others;
             * ``"attention"``: patches whose attention can be limited to some of the others;
-            * ``"groups"``: patches that can attend to those of their group alone;
-            * ``"sparse"``: convolutions that leave out some patches, see ``features.sparse``.
+            * ``"groups"``: patches whose attention can be limited to their own group;
+            * ``"sparse"``: convolutions that ignore hidden patches, see ``features.sparse``.
         num_layers: Number of hidden layers.
         patch_size: Height and width in pixels of a patch that can be masked; the total stride of
             a convolutional network.
@@ -54,7 +54,7 @@ class Adapter(ABC):
         """Return the features of images (B, C, H, W) for a ``request`` within ``offers``."""
 
     def layer_numbers(self, layers: Sequence[int], key: str) -> list[int]:
-        """Return layer numbers, with negative ones replaced by those counted from the first layer.
+        """Return layer numbers; negative ones, counted from the last layer, become positive.
 
         Raises:
             UserError: If there is no such layer; ``key`` is the key in the message.
@@ -85,7 +85,7 @@ class Adapter(ABC):
     def embed(self, images: Tensor) -> Tensor:
         """Return the patch embedding (B, N, E) of images (B, C, H, W), before positions are added.
 
-        Vision transformers of timm and selftask have it; raise UserError for other backbones.
+        Supported by vision transformers of timm and selftask; raise UserError for other backbones.
         """
         raise UserError(
             "backbone: the patch embedding of this network is not known; take a vision transformer "

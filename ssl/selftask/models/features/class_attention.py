@@ -15,17 +15,18 @@ from selftask.models.precision import to_float32
 
 
 class ClassAttention:
-    """Weights of the class token's attention to the patches in the last block of a transformer.
+    """Attention weights from the class token to the patches in the last block of a transformer.
 
-    Each forward pass of the backbone keeps them. It computes the attention of this block without a
-    fused kernel, which would not return the weights.
+    Each forward pass of the backbone stores the weights. For this, the block computes attention
+    without a fused kernel, which would not return them.
 
     Args:
         backbone: Vision transformer of timm or selftask with a class token.
-        key: Key of the config that needs them, for messages.
+        key: Config key that needs the weights, for messages.
 
     Raises:
-        UserError: If it has no class token, or its last block does not compute attention as timm's.
+        UserError: If the backbone has no class token, or its last block does not compute attention
+            as timm does.
     """
 
     def __init__(self, backbone: nn.Module, key: str) -> None:

@@ -61,8 +61,8 @@ def extract(
 ) -> Features:
     """Run ``backbone`` and return its features in a common form.
 
-    Images of several views are passed view after view, ``torch.cat(views)``: draws of dropout and
-    stochastic depth belong to the view of a sample, and are the same on any number of ranks.
+    Pass images of several views as ``torch.cat(views)``, view after view. Draws of dropout and
+    stochastic depth depend on the sample and the view, so they are the same on any number of ranks.
 
     Under FSDP, call it inside the forward pass of the sharded module: a ``Network`` of the method,
     or ``FeatureExtractor``.
@@ -74,14 +74,15 @@ def extract(
         mask: (B, N) bool, True for patches to replace by ``mask_token`` after the patch embedding,
             before positions are added. Needs ``"tokens"`` in ``offers(backbone)``.
         mask_token: (``adapter_of(backbone).mask_dim``,).
-        keep: (B, K) indices of the patches to encode; the others are left out. Needs ``"subset"``.
+        keep: (B, K) indices of the patches to encode; other patches are dropped. Needs
+            ``"subset"``.
         padding: (B, K) bool, True for padding in ``keep``. No other token attends to padding, and
             pooling ignores it; its own output is undefined.
         attend: (B, N, N) bool, True for patches (last dimension) that a patch attends to. Prefix
             tokens attend to all tokens; no patch attends to prefix tokens. Needs ``"attention"``.
-        groups: (B, N) bool or int64, the group of each square of the total stride, whose patches
-            attend to those of the same group alone. Prefix tokens are as with ``attend``. Needs
-            ``"groups"``.
+        groups: (B, N) bool or int64, the group of each square whose side is the total stride.
+            Patches attend only to patches of the same group; prefix tokens behave as with
+            ``attend``. Needs ``"groups"``.
         visible: (B, K) indices of the patches that convolutions see. Feature maps keep their full
             size; their values at other patches are undefined. Needs ``"sparse"``.
         layers: Numbers of the hidden layers to return; negative ones count from the last. Needs
@@ -118,8 +119,8 @@ def pooled(backbone: nn.Module, images: Tensor) -> Tensor:
     """Return pooled features (B, E) of images (B, C, H, W) of any size that ``extract`` accepts.
 
     The result is ``backbone(images)``, unless it is a transformer with a grid of another size. The
-    last block of timm's ViT with a class token is computed for this token alone.
-    timm's own interpolation of positions is not used: its backward pass is not deterministic.
+    last block of timm's ViT with a class token is computed only for this token. timm's own
+    interpolation of positions is not used: its backward pass is not deterministic.
     """
     size = _built_size(backbone)
     if TimmViT.fits(backbone) and (vit := TimmViT(cast(Any, backbone))).reads_class_token:

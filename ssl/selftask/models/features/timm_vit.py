@@ -1,6 +1,7 @@
 """timm's VisionTransformer, which can also encode a subset of the patches.
 
-With all patches and the image size of the constructor, each operation is that of timm's forward.
+With all patches and the constructor's image size, the operations are exactly those of timm's
+forward.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ class TimmViT(Adapter):
 
     @property
     def reads_class_token(self) -> bool:
-        """Whether pooled features need no more of the last block than the class token."""
+        """Whether pooled features need only the class token of the last block."""
         vit = self.vit
         is_token = vit.global_pool == "token" and vit.attn_pool is None
         return is_token and not vit.grad_checkpointing and _is_plain(vit.blocks[-1])
 
     def pooled(self, images: Tensor) -> Tensor:
-        """Return pooled features, without the last block's outputs of patches if none are read."""
+        """Return pooled features; skip patches in the last block if they are not needed."""
         return self._extract(images, Request(), only_class_token=self.reads_class_token).pooled
 
     def extract(self, images: Tensor, request: Request) -> Features:
@@ -130,7 +131,7 @@ class TimmViT(Adapter):
         return self.vit.pos_embed
 
     def embed(self, images: Tensor) -> Tensor:
-        """Return all patches (B, N, E), also for image sizes other than that of the constructor."""
+        """Return all patches (B, N, E), also for image sizes other than the constructor's."""
         embed = self.vit.patch_embed
         if embed.strict_img_size and tuple(images.shape[-2:]) != tuple(embed.img_size):
             return embed.norm(embed.proj(images).flatten(2).transpose(1, 2))

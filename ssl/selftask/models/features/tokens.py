@@ -53,7 +53,7 @@ class Features(NamedTuple):
     """Result of ``extract``."""
 
     pooled: Tensor
-    """(B, E), as the backbone itself returns."""
+    """(B, E), as returned by the backbone itself."""
     tokens: Tokens
     """Last layer, with the backbone's final norm."""
     hidden: dict[int, Tokens]
@@ -145,9 +145,10 @@ def resample(
 ) -> Tensor:
     """Interpolate learned positions from one grid of patches to another.
 
-    Bicubic with antialiasing, like ``timm.layers.resample_abs_pos_embed``. That function rounds
-    float64 to float32, so that several ranks would differ from one. Interpolation along an axis is
-    a product with a matrix, whose backward pass is deterministic on CUDA, unlike torch's kernel.
+    The interpolation is bicubic with antialiasing, like ``timm.layers.resample_abs_pos_embed``.
+    That function rounds float64 to float32, so results would depend on the number of ranks.
+    Interpolation along an axis is a matrix product, whose backward pass is deterministic on CUDA,
+    unlike torch's kernel.
 
     Args:
         positions: (1, P + N, E), prefix tokens first.

@@ -19,8 +19,8 @@ class UNetDecoder(nn.Module):
     """Decoder that adds a map at each level, then doubles the resolution and halves the width.
 
     Args:
-        widths: Widths E of the maps, from the coarsest; each has twice the resolution of the one
-            before. There may be fewer maps than levels.
+        widths: Widths E of the maps, from the coarsest; each map has twice the resolution of the
+            previous one. There may be fewer maps than levels.
         dim: Width at the coarsest resolution, divisible by ``stride``.
         stride: Pixels between positions of the coarsest map, a power of 2.
         channels: Channels of the image, C.
@@ -48,7 +48,7 @@ class UNetDecoder(nn.Module):
         Args:
             maps: (B, E, ., .), from the coarsest.
             visible: (B, K) indices of the visible patches.
-            hidden: (B, h, w) bool, True for the others.
+            hidden: (B, h, w) bool, True for hidden patches.
         """
         with VISIBLE.only(visible, (hidden.shape[1], hidden.shape[2])):
             dense = [fill(x) for fill, x in zip(self.densify, maps, strict=True)]

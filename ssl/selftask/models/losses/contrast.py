@@ -1,7 +1,7 @@
 """InfoNCE with negatives of a queue or of all ranks, and shuffled BatchNorm (MoCo).
 
-B: images per rank, W: ranks, V: views, or sets of queries with a queue each, D: width, K: length of
-a queue.
+B: images per rank, W: ranks, V: views, or sets of queries each with its own queue, D: width, K:
+length of a queue.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def recognition_loss(query: Tensor, candidates: Tensor, *, temperature: float) -
 
     Args:
         query: (B, D), not necessarily normalized.
-        candidates: Unit vectors (WB + K, D): the keys of all ranks, then others.
+        candidates: Unit vectors (WB + K, D): the keys of all ranks, then K other candidates.
         temperature: tau.
     """
     logits = F.normalize(query, dim=1) @ candidates.T / temperature
@@ -94,7 +94,7 @@ def view_cosines(views: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def positives_and_negatives(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines of two views of each image, and those with all views of other images.
+    """Return the cosines of both views of each image, and their cosines with other images' views.
 
     Args:
         first: (B, D), not necessarily normalized.

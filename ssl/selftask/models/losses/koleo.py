@@ -23,9 +23,9 @@ def koleo(features: Tensor, *, neighbors: int = 1, group_size: int | None = None
     Args:
         features: (B, D) of this rank, not necessarily normalized.
         neighbors: Number of nearest neighbors of each row, fewer than the rows of a group.
-        group_size: Neighbors are searched in groups of so many consecutive rows of the global
-            batch; None: in the whole. DINOv2's code searches on each GPU separately, which are
-            groups of B rows.
+        group_size: Number of consecutive rows of the global batch among which neighbors are
+            searched; None: the whole batch. DINOv2's code searches on each GPU separately, which
+            corresponds to groups of B rows.
     """
     features = F.normalize(features, dim=1, eps=_EPS)
     everyone = gather_cat_with_grad(features)  # (W * B, D)

@@ -3,8 +3,9 @@
 Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination, CVPR 2018,
 arXiv:1805.01978; equation numbers refer to it.
 
-Features and entries may have further dimensions between B (and K) and D: the rows of an image, each
-compared with its own row of the entries. Losses are then means over rows and images.
+Features and entries may have additional dimensions between B (and K) and D, for several rows per
+image; each row is compared with the corresponding row of the entries. Losses are then means over
+rows and images.
 
 B: images per rank, K: negatives of an image, D: width, N: images of the data set.
 """
@@ -46,7 +47,7 @@ def info_nce(features: Tensor, positive: Tensor, negatives: Tensor, temperature:
         features: (B, D), not necessarily normalized.
         positive: (B, D) unit vectors.
         negatives: (B, K, D) unit vectors.
-        temperature: Divides the cosines.
+        temperature: Divisor of the cosines, tau.
     """
     right, wrong = _similarities(features, positive, negatives, temperature)
     logits = torch.cat([right[:, None], wrong], dim=1)  # (B, 1 + K)

@@ -1,4 +1,4 @@
-"""bfloat16 on a CPU: the networks that it accelerates, and attention as two matrix products.
+"""bfloat16 on a CPU: which networks it accelerates, and attention as two matrix products.
 
 The thresholds were measured with ``tools/bench/bfloat16.py``; docs/benchmarks.md has the figures.
 """
@@ -20,10 +20,10 @@ MOST_TOKENS = 1024
 def gains_from_bfloat16(backbone: nn.Module) -> tuple[bool, str]:
     """Return whether a network trains faster in bfloat16 on a CPU that supports it, and why.
 
-    Matrix products become faster, element-wise operations and casts of weights do not. The mean
-    width of products is W / N, where W is the number of weights of all linear layers and
-    convolutions, and N is the number of their inputs and outputs at one position: it is the number
-    of multiply-adds for each number read or written. Grouped convolutions are up to 2.2 times
+    Matrix products become faster; element-wise operations and casts of weights do not. The decision
+    depends on the mean width of products, W / N, where W is the number of weights of all linear
+    layers and convolutions, and N the number of their inputs and outputs at one position. W / N is
+    the number of multiply-adds per number read or written. Grouped convolutions are up to 2.2 times
     slower in bfloat16.
 
     Args:
@@ -78,8 +78,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         value: (B, H, M, F).
 
     Returns:
-        (B, H, N, F): by two matrix products under autocast to bfloat16 on a CPU that computes in
-        it, for at most ``MOST_TOKENS`` tokens; else by torch's ``scaled_dot_product_attention``.
+        (B, H, N, F): by two matrix products under autocast to bfloat16 on a CPU with bfloat16
+        instructions, for at most ``MOST_TOKENS`` tokens; otherwise by torch's
+        ``scaled_dot_product_attention``.
     """
     if not (
         query.device.type == "cpu"

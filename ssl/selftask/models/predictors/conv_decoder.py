@@ -14,8 +14,8 @@ from selftask.models.features.tokens import Grid
 class ConvDecoder(nn.Module):
     """Grouped convolutions on the grid of patches, then a linear layer: (B, N, E) -> (B, N, E).
 
-    Each convolution is followed by a norm over channels, without parameters, and a GELU; its input
-    is added if it has as many channels.
+    Each convolution is followed by a norm over channels, without parameters, and a GELU. The input
+    is added to the output if both have the same number of channels.
 
     Args:
         embed_dim: Width E of the patches; divisible by ``groups``.

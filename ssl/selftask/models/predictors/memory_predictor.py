@@ -1,4 +1,4 @@
-"""Prediction of patches by cross-attention to the encoded patches, and not to each other.
+"""Prediction of patches by cross-attention to the encoded patches, without self-attention.
 
 B images, N patches of an image (row by row), K of them encoded, Q to predict, P prefix tokens, E
 width of the backbone, D width of the predictor, L encoder layers.

@@ -80,9 +80,9 @@ class PatchPredictor(GridPositions):
             encoded: (B, P + K, E), prefix tokens and the patches ``keep``.
             keep: (B, K) indices of the encoded patches.
             asked: (B, M, Q) indices of the patches to predict.
-            padding: (B, K) bool, True for padding in ``keep``, which no token attends to. Requires
+            padding: (B, K) bool, True for padding in ``keep``, to which no token attends. Requires
                 ``asked_padding``.
-            asked_padding: (B, M, Q) bool, likewise for ``asked``.
+            asked_padding: (B, M, Q) bool, True for padding in ``asked``.
             grid: Rows and columns of patches; by default those of the constructor.
 
         Returns:
@@ -144,10 +144,10 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
 
 @torch.no_grad()
 def fix_sincos_positions(backbone: nn.Module) -> None:
-    """Set the positions of a vision transformer to fixed sine-cosine ones, zero for prefix tokens.
+    """Set fixed sine-cosine positions in a vision transformer, and zeros for prefix tokens.
 
-    MAE, appendix A.1, and I-JEPA. Models with rotary positions only are unchanged. Raises UserError
-    for a transformer without any positions.
+    As in MAE (appendix A.1) and I-JEPA. Models that have only rotary positions are unchanged.
+    Raises UserError for a transformer without any positions.
     """
     adapter = adapter_of(backbone)
     if adapter.positions is None:

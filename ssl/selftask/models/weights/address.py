@@ -15,14 +15,15 @@ NONE = "none"
 
 
 def check_model(address: str, weights: str | None = None) -> None:
-    """Raise UserError if an address has no model, or ``weights`` do not exist or do not apply.
+    """Raise UserError if there is no model at an address, or ``weights`` do not exist or apply.
 
-    It is not checked whether a remote file or run exists.
+    The existence of remote files and runs is not checked.
 
     Args:
         address: As in ``open_model``.
         weights: ``pretrained``, ``none`` (random), or a file for a library's model. None:
-            ``pretrained``. A file or run has its own: only ``pretrained`` and None are accepted.
+            ``pretrained``. For a file or run, which has its own weights, only ``pretrained`` and
+            None are accepted.
     """
     library, name = split_address(address)
     if library:

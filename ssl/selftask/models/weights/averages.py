@@ -1,4 +1,4 @@
-"""Averaged weights of a run: averages in a checkpoint, and the mean of several checkpoints."""
+"""Averaged weights of a run: stored in a checkpoint, or the mean of several checkpoints."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def check_library(
     """Raise UserError unless a library's model loads these weights and computes the same features.
 
     The model is built by its name in the library. Two kinds of backbone are not checked: models
-    built by the library, and vision transformers of selftask, which are timm's class with arguments
-    for which timm has no model name.
+    built by the library, and vision transformers of selftask, which are instances of timm's class
+    that have no model name in timm.
 
     Args:
         backbone: The backbone to export.
@@ -112,7 +112,7 @@ def same_features(theirs: Tensor, ours: Tensor) -> bool:
 
 
 def traced_size(backbone: nn.Module, facts: dict[str, Any]) -> tuple[int, int] | None:
-    """Return height and width of images: the only ones accepted, those of ``facts``, or None."""
+    """Return height and width of images: the only accepted size, that of ``facts``, or None."""
     size = facts.get("input_size")
     return fixed_size(backbone) or ((size, size) if size else None)
 

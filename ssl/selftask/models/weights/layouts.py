@@ -1,7 +1,7 @@
 """Checkpoint layouts of other frameworks: prefixes and names of backbone weights.
 
-A file is flattened to one dict of tensors with dotted keys. Then the prefix is removed that leaves
-the most keys of the backbone, which is enough for most frameworks. ``LAYOUTS`` defines the
+A file is flattened to one dict of tensors with dotted keys. Then the prefix whose removal gives the
+most keys of the backbone is removed, which suffices for most frameworks. ``LAYOUTS`` defines the
 exceptions: which of several networks to use, and how to rename its keys.
 """
 
@@ -208,8 +208,8 @@ def place(state: State, backbone: State) -> Placement:
 def with_statistics(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state of a Caffe2 file with mean 0 and variance 1 for norms without statistics.
 
-    Norms of its ResNets for detection have a scale and a shift only (AffineChannel). The solver's
-    momenta are dropped. Files without such norms are returned unchanged.
+    Caffe2's ResNets for detection have norms with only a scale and a shift (AffineChannel). The
+    solver's momenta are dropped. Files without such norms are returned unchanged.
     """
     norms = {key.removesuffix("_s"): value for key, value in state.items() if key.endswith("_bn_s")}
     if not norms:
@@ -225,9 +225,9 @@ def with_statistics(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def with_masked_biases(state: dict[str, Tensor], backbone: State) -> dict[str, Tensor]:
     """Convert the attention biases in the state of a DINOv3 file to timm's layout.
 
-    A DINOv3 file has one bias for q, k and v, and a mask that sets the part of k to 0. timm has
-    separate biases of q and v, or none, as in most released models, whose biases are all 0.
-    The periods of RoPE and the norm of local crops are dropped. Other files are returned unchanged.
+    A DINOv3 file has one bias vector for q, k and v, and a mask that zeroes the part for k. timm
+    has separate biases of q and v, or none, as in most released models, whose biases are all 0. The
+    periods of RoPE and the norm of local crops are dropped. Other files are returned unchanged.
     """
     masks = [key for key in state if key.endswith(".qkv.bias_mask")]
     if not masks:

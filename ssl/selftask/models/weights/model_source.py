@@ -139,7 +139,8 @@ def read_init(config: Config) -> State | None:
 def open_init(config: Config, channels: int) -> State | None:
     """Return the result of ``read_init``, or raise UserError if it does not fit the backbone.
 
-    A backbone of the user's own code is not compared, since building it twice may have effects.
+    A backbone from the user's own code is not checked, since building it twice may have side
+    effects.
     """
     weights = read_init(config)
     if weights is not None and config.backbone.name != "custom":

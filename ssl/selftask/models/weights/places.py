@@ -69,7 +69,7 @@ class Exported:
         return read_state(self.weights)
 
     def facts(self) -> dict[str, Any]:
-        """Return the metadata. Raise UserError if a file is missing or of another kind."""
+        """Return the metadata; raise UserError if a file is missing or has another format."""
         if not is_file(self.weights):
             raise no_model(self.weights)
         if not is_file(self.meta):

@@ -57,7 +57,7 @@ class Scores:
     patches: Scores | None = None
 
     def width(self, backbone: nn.Module) -> int:
-        """Return the head's number of outputs, K, found by applying it to a zero feature vector."""
+        """Return the number of outputs of the head, K, found by applying the head to zeros."""
         like = next(backbone.parameters())
         with torch.no_grad(), in_eval_mode(self.head):
             return int(self.head(like.new_zeros(1, embed_dim(backbone))).shape[-1])
@@ -70,9 +70,9 @@ class TrainedNetwork:
     Args:
         network: V views of (B, C, H, W) -> (V, B, D).
         width: Number of features or scores, D.
-        channels: Number of channels of its images, C.
-        transforms: Transforms of its images, as in a config.
-        scores: Its head, if it has scores.
+        channels: Number of channels of its input images, C.
+        transforms: Transforms of its input images, as in a config.
+        scores: Its head with scores of classes or prototypes; None if it only returns features.
     """
 
     network: Network

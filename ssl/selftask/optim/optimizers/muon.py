@@ -22,8 +22,8 @@ class MuonConfig:
     nesterov: bool = True
     """Whether to use Nesterov momentum."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor of lr by a weight's shape; with match_rms_adamw (arXiv:2502.16982) AdamW's lr can be
-    used.
+    """Rule that scales lr by a weight's shape; with match_rms_adamw (arXiv:2502.16982) AdamW's lr
+    can be used.
     """
     betas: tuple[float, float] = setting((0.9, 0.999), min=0, below=1)
     """AdamW's decay of the first and second moment, for other parameters."""
@@ -51,7 +51,7 @@ class MuonConfig:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon and AdamW of torch with common groups and a common state.
+    """torch's Muon and AdamW as one optimizer, with common groups and a common state.
 
     Args:
         params: Parameters or groups of them.

@@ -2,8 +2,8 @@
 
 Brightness, contrast and saturation share one formula: x * gain + luma(x) * a + mean(luma) * b. The
 jitter of an image is up to three such steps, the hue shift, and up to three more steps. An image
-with fewer steps, or without jitter, is left exactly unchanged by the others. The hue shift is
-expensive and done only once for all images.
+with fewer steps, or without jitter, is left exactly unchanged by the remaining steps. The hue shift
+is expensive, so it is done only once, for all images together.
 """
 
 from __future__ import annotations

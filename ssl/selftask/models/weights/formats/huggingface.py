@@ -21,7 +21,7 @@ _WHAT = "export: --to huggingface"
 
 
 def describe_for_huggingface(backbone: nn.Module, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of ``config.json``: timm's model that computes the same, and its input.
+    """Return the content of ``config.json``: the equivalent timm model, and its input.
 
     Args:
         backbone: The backbone.

@@ -29,7 +29,7 @@ def is_image_text_folder(folder: Path) -> bool:
 
 
 def open_image_text(folder: Path) -> tuple[ImageTextModel, dict[str, Any]]:
-    """Return the model in a folder, in eval mode, and metadata as ``open_model`` returns them.
+    """Return the model in a folder, in eval mode, and its metadata as from ``open_model``.
 
     Nothing is downloaded, and no code in the folder is run. Images are resized so that the shorter
     side fits and cropped at the center; SigLIP's own processor changes the aspect ratio.

@@ -29,7 +29,8 @@ def save_program(backbone: nn.Module, folder: Path, facts: dict[str, Any]) -> Pa
         facts: Metadata, see ``save_backbone``; images have its fixed size or ``input_size``.
 
     Raises:
-        UserError: If torch cannot export this backbone, or the file computes other features.
+        UserError: If torch cannot export this backbone, or if the saved program computes different
+            features.
     """
     images = example_images(backbone, facts)
 
