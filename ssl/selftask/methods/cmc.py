@@ -88,7 +88,7 @@ class CMC(MemoryContrast):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal similarities: 2 ln(1 + ``num_negatives``); for NCE twice that of ``npid``."""
+        """Loss of equal similarities: 2 ln(1 + ``num_negatives``); for NCE twice ``npid``'s."""
         return 2 * super().chance_loss
 
 
