@@ -34,12 +34,12 @@ def run_subcommand(commands: Mapping[str, tuple[str, str]], argv: list[str]) -> 
 
 
 def is_setting(word: str) -> bool:
-    """Return whether a word is ``key=value``; a path or ``RUN@STEP`` that exists is none."""
+    """Return whether a word is ``key=value``, and not an existing path or ``RUN@STEP``."""
     return "=" in word and not (exists(word) or exists(word.rpartition("@")[0] or word))
 
 
 def needs_first(words: list[str], message: str, usage: str) -> None:
-    """Raise UserError unless the first word names a run or a recipe; ``message`` begins it."""
+    """Raise UserError with ``message`` unless the first word names a run or a recipe."""
     if not words or is_setting(words[0]):
         raise UserError(f"{message} before any key=value\n{usage}")
 

@@ -2,9 +2,9 @@
 
 A method's ``Config`` is defined in the method's file, which imports torch. Importing it takes 1.5
 to 3.5 s of CPU on an idle machine (longer from a network drive), but a mistake in a config should
-be reported within 3 s. Therefore only the class, its bases and the names that these use are
-executed (about 10 ms), each from its own lines. Modules that are already imported, as users' own
-modules always are, are used directly.
+be reported within 3 s. Therefore only the source lines of the class, its bases and the names that
+they use are executed (about 10 ms). Modules that are already imported, as users' own modules always
+are, are used directly.
 
 Bases, helper functions and constants may be in any module of the package. If a component is its own
 config (a transform, a source), only its fields, ``problems`` and the members that ``problems`` uses

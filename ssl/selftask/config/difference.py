@@ -1,4 +1,4 @@
-"""Difference between two configs, as a recipe that inherits one and results in the other."""
+"""Difference between two configs, as a recipe that inherits one and gives the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def difference(config: Config, base: Config, recipe: str) -> str:
     """Return the yaml of a recipe that inherits ``recipe`` and results in ``config``.
 
     A comment after each value shows the value that it replaces. The names of recipe and run folder
-    are left out.
+    are omitted.
 
     Args:
         config: The config to describe.

@@ -25,8 +25,8 @@ def explain(config: Config) -> str:
 def explain_chosen(config: Config, *, without: str = "default") -> list[str]:
     """Return a line with dotted key, value and origin for each value that is not a default.
 
-    Values whose origin starts with ``without``, and values without an origin such as ``recipe``,
-    are left out.
+    Values whose origin starts with ``without``, and values without an origin, such as ``recipe``,
+    are omitted.
     """
     lines = []
     for text, key in _lines(config.to_dict(), (), indent=0):

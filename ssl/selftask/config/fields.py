@@ -67,7 +67,7 @@ def setting(
 
 
 def has_default(field: dataclasses.Field[Any]) -> bool:
-    """Return whether a field may be left out."""
+    """Return whether a field has a default."""
     missing = dataclasses.MISSING
     return field.default is not missing or field.default_factory is not missing
 

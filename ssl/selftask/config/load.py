@@ -1,6 +1,6 @@
 """Load a Config from a recipe and ``key=value`` overrides, or report all problems at once.
 
-``load_config`` is a list of stages, each in a module of its own: find the file, merge it with its
+``load_config`` runs a list of stages, each in its own module: find the file, merge it with its
 bases, apply the overrides, drop arguments of replaced components, resolve references, convert
 values to the types of ``schema``, and compare them with each other. Does not import torch.
 """

@@ -132,7 +132,8 @@ class Clock:
     def batches_left(self) -> int:
         """Number of remaining batches of the train phase, or of the run if it ends before.
 
-        It is never 0, so that a train step asks for a batch and thus notices the end of the phase.
+        It is never 0, so that a train step requests another batch and thus notices the end of the
+        phase.
         """
         end = self.length.first_batch(self.length.phases_before(self.batch) + 1)
         if self.batch < self.length.total_batches:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shorthand:
-    """Top-level keys that stand for several others."""
+    """Top-level keys that are short for several others."""
 
     image_size: int | None = setting(None, min=1)
     """Height and width of views, evaluated images and a vision transformer, in pixels."""
@@ -266,7 +266,7 @@ class Reader:
     def component(
         self, value: Any, registry: Registry, key: Key, *, ours: Schema | None = None
     ) -> tuple[Component | None, dict[str, Any]]:
-        """Return a component and the values of ``ours``, the section's other fields.
+        """Return a component and the values of ``ours``, the other fields of the section.
 
         The component is None if its name is unknown or missing.
         """

@@ -38,7 +38,7 @@ def merge(records: list[Record]) -> Record:
     """Merge the records of all ranks of a run.
 
     Samples and inputs are concatenated in rank order, and terms of the loss are averaged. All other
-    quantities are kept for each rank, since every rank has to agree with one rank.
+    quantities are kept for each rank, since each rank must agree with the run on one rank.
     """
 
     def by_step(quantity: str) -> list[tuple[Any, ...]]:

@@ -16,8 +16,8 @@ from selftask.registry import HOOKS, METHODS, SCHEDULES, Registry
 def shorten_durations(config: Config) -> Config:
     """Return the config with every duration of method, optimizer and hooks set to one step.
 
-    In the second step, warm-ups and freezing are then over, and later terms of the loss have begun.
-    Values from the command line are kept.
+    From the second step on, warm-ups and freezing are over, and delayed terms of the loss are
+    active. Values from the command line are kept.
     """
     method, optimizer = config.method, config.optimizer
     shortened = _shorten_fields(vars(optimizer), OptimizerConfig, config, "optimizer")

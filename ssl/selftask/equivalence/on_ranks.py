@@ -71,12 +71,12 @@ def on_ranks(
 def run_processes(
     processes: Sequence[Any], *, limit_s: float = math.inf, grace_s: float = 0.0
 ) -> list[int | None]:
-    """Start processes and wait for them; return their exit codes, None for one that still ran.
+    """Start processes and wait; return their exit codes, None for one stopped by a limit.
 
     Args:
         processes: Processes of ``multiprocessing`` that have not been started.
-        limit_s: Time after which those that still run are killed, in seconds.
-        grace_s: Time after the first failure in which others may end, in seconds.
+        limit_s: Time after which running processes are killed, in seconds.
+        grace_s: Time after the first failure in which the others may end, in seconds.
     """
     for process in processes:
         process.start()

@@ -1,4 +1,4 @@
-"""A step counter that records the steps with which a method compares it: ``steps_done >= 5``."""
+"""A step counter that records the numbers to which a method compares it: ``steps_done >= 5``."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Images(Source):
     Args:
         count: Number of images.
         channels: Number of channels.
-        extras: Name -> kind of each part of a sample besides image and label.
+        extras: Name -> kind of each part of a sample in addition to image and label.
     """
 
     def __init__(

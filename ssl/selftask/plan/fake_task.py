@@ -91,8 +91,9 @@ class FakeTask(Task):
     def read(self, size: int, steps: int = 1) -> list[Batch]:
         """Return the batches of the next ``steps`` steps, with ``size`` samples each.
 
-        Steps have the same views. As in a run, the method prepares each batch when the step reads
-        it; without the fake tensor mode, since masks are drawn on the host and need values.
+        All steps have the same views. As in a run, the method prepares each batch when the step
+        reads it. This is done outside the fake tensor mode, since masks are drawn on the host and
+        need values.
         """
         with self.mode:
             number = self.config.train.accumulate

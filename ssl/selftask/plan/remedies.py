@@ -30,7 +30,7 @@ class Remedy:
 
 
 def remedies(plan: Plan) -> list[Remedy]:
-    """Return changes, each of which alone makes the run fit into memory.
+    """Return config changes, each of which by itself makes the run fit into memory.
 
     The list is empty if the run fits already, no change helps or the memory of a device is unknown.
     """

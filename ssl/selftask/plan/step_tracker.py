@@ -43,7 +43,7 @@ class StepTracker(TorchDispatchMode):
             self._add(tensor, kind)
 
     def watch_casts(self, weights: Iterable[Tensor]) -> None:
-        """Count copies of these weights in another precision as ``CASTS``."""
+        """Count copies of these weights in a different precision as ``CASTS``."""
         self._weights = {_key(weight) for weight in weights}
 
     def relabel(self, tensor: Tensor, kind: str) -> None:

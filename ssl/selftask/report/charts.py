@@ -89,7 +89,7 @@ def charts_html(
     """Return the HTML of charts and their controls: x axis, smoothing, logarithmic y axis.
 
     Args:
-        charts: The charts in order; charts without data are left out.
+        charts: The charts in order; charts without data are omitted.
         clocks: Clocks by the keys in ``Curve.clock``, of which ``""`` is the default.
         marks: Events to draw as vertical lines.
         id: Id of the element with the data, one for each group of charts on a page.

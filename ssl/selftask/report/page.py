@@ -21,7 +21,7 @@ STATIC = Path(__file__).parent / "static"
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with a heading. An empty section is left out.
+    """A part of the page with a heading. An empty section is omitted.
 
     Args:
         title: Heading, as plain text.

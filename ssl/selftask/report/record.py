@@ -60,9 +60,9 @@ class Clock:
 class RunRecord:
     """Contents of the files of a run folder as plain values, empty for missing files.
 
-    ``state`` is that of ``status.json``. If that is ``running`` but the run is not active, it is
+    ``state`` is read from ``status.json``. If it is ``running`` but the run is not active, it is
     replaced by ``hung`` or ``lost``, and the field ``lost`` has the reason. ``problems`` has a line
-    for each file or value that cannot be read. Values of unexpected types are left out. If
+    for each file or value that cannot be read. Values of unexpected types are dropped. If
     ``status.json`` has such a value, ``state`` is ``unreadable``.
     """
 
@@ -307,7 +307,7 @@ def time_of(event: Mapping[str, Any]) -> datetime | None:
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a folder, newest first; one that is being removed is left out."""
+    """Return the checkpoints of a folder, newest first, except one that is being removed."""
     kept, listed = Kept.read(folder), []
     for number, path in enumerate(checkpoints(folder)):
         step = step_of(path)

@@ -56,8 +56,7 @@ _NUMBERS = frozenset(
 def numeric_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """Return the rows of ``metrics.jsonl`` with numeric values only, and an error message or "".
 
-    Rows without a valid step are left out. Texts in columns of hooks are left out without a
-    message.
+    Rows without a valid step are dropped. Texts in columns of hooks are dropped without a message.
     """
     kept, wrong = [], 0
     for row in rows:

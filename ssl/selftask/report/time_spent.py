@@ -28,8 +28,8 @@ def time_section(record: RunRecord) -> Section:
 def step_parts(record: RunRecord) -> dict[str, float]:
     """Return the mean seconds of the parts of a step.
 
-    These are the parts that the hook ``timing`` measures. Without the hook, they are waiting for
-    data and everything else.
+    The hook ``timing`` measures these parts. Without the hook, there are two parts: waiting for
+    data, and everything else.
     """
     clock, parts = record.clock, {}
     weights = {step: step - before for before, step in pairwise(clock.steps)}

@@ -117,7 +117,7 @@ def suite_jobs(run: Path) -> list[str]:
     """Return the ids of the jobs that evaluate the checkpoints of a run (``eval suite``).
 
     The list is empty if the record names another run, since the folder is then a copy. Local jobs
-    are left out.
+    are omitted.
     """
     record = read_json(run / SUITE_JOBS)
     jobs = record.get("jobs")
@@ -245,7 +245,7 @@ def queue(ids: list[str]) -> dict[str, str]:
     """Return job id -> SLURM state, such as ``RUNNING`` or ``PENDING (Priority)``.
 
     Queued jobs are read from ``squeue``, ended ones from ``sacct`` if the cluster has accounting,
-    else recent ones from ``scontrol``. Jobs unknown to SLURM are left out.
+    else recent ones from ``scontrol``. Jobs unknown to SLURM are omitted.
     """
     ids = [job for job in ids if isinstance(job, str) and is_job(job)]
     listed = lines("squeue", "--noheader", "--array", "--format=%i|%T|%r", "--me")

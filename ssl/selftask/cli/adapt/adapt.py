@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 def recipe_words(address: str, words: list[str]) -> tuple[str, list[str]]:
     """Print the choices for a model and its images; return the recipe and all overrides.
 
-    A run to resume keeps its choices, since free memory may now lead to others.
+    A resumed run keeps its choices, since a different amount of free memory could change them.
 
     Raises:
         UserError: If the model or ``data`` is missing, if ``weights=none``, or if the architecture
@@ -227,7 +227,8 @@ def _is_typed(key: str, keys: set[str]) -> bool:
 def conclude(config: Config) -> None:
     """Print how the features compare with those at the start.
 
-    Unless the last features are the best and better than those at the start, export the best ones.
+    The best features are exported, unless the last ones are the best and better than those at the
+    start.
     """
     from selftask.logs import read_metrics
     from selftask.run.status import Status

@@ -17,11 +17,11 @@ from selftask.files.paths import expand_user
 
 
 def open_named(address: str, overrides: list[str]) -> tuple[Frozen, str]:
-    """Open a model, or a checkpoint ``RUN@STEP`` or ``RUN@best``; return it and its run or address.
+    """Open a model or a checkpoint (``RUN@STEP``, ``RUN@best``); return it and its run or address.
 
     Args:
-        address: As for ``open_frozen``, or a checkpoint of a run. With ``weights=ema`` a run is its
-            newest checkpoint.
+        address: As for ``open_frozen``, or a checkpoint of a run. With ``weights=ema``, a run means
+            its newest checkpoint.
         overrides: As for ``open_frozen``.
     """
     checkpoint = named_checkpoint(address)
@@ -33,7 +33,7 @@ def open_named(address: str, overrides: list[str]) -> tuple[Frozen, str]:
 
 
 def open_checkpoint(checkpoint: Path, overrides: list[str]) -> Frozen:
-    """Return the model of a checkpoint and the images of its run, or those in ``overrides``.
+    """Return the model of a checkpoint, and the images of its run or of ``overrides``.
 
     Args:
         checkpoint: Checkpoint of a run, plain or sharded.

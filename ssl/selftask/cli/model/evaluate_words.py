@@ -31,7 +31,7 @@ def take_model(name: str, argv: list[str], usage: str) -> tuple[str, list[str]]:
 
 
 def take_fields(words: list[str], kind: type[T]) -> tuple[T, list[str]]:
-    """Return an instance of a dataclass from the words that name its fields, and the other words.
+    """Return an instance of a dataclass, built from words that set its fields, and the other words.
 
     Args:
         words: Words of the command line; values are YAML, as in a config.
@@ -66,7 +66,7 @@ def take_fields(words: list[str], kind: type[T]) -> tuple[T, list[str]]:
 def take_options(
     name: str, words: list[str], kind: type[T], keys: Collection[str] = ()
 ) -> tuple[T, list[str]]:
-    """Return the options of an evaluation, and the words that set none of them.
+    """Return the options of an evaluation, and the words that do not set any of them.
 
     Args:
         name: Name of the evaluation, for messages.

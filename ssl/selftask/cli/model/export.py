@@ -161,7 +161,7 @@ def _open(
 
 @dataclass(frozen=True)
 class Average:
-    """Average of weights to export: that of the hook ``kept``, or of the newest ``checkpoints``.
+    """Average of weights to export: of the hook named ``kept``, or over the newest ``checkpoints``.
 
     If both are None, the weights are not averaged.
     """
@@ -341,7 +341,7 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
 
 
 def rename_by_hash(weights: Path, name: str) -> Path:
-    """Rename an exported file and those beside it to ``NAME-HASH``; return its new path.
+    """Rename an exported file and its companions to ``NAME-HASH``; return its new path.
 
     The hash is the first 8 hexadecimal digits of the SHA-256 of ``weights``, as in torch.hub.
     """

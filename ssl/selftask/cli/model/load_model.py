@@ -71,7 +71,7 @@ def open_frozen(
     export: Path | None = None,
     loaded: tuple[nn.Module, dict[str, Any]] | None = None,
 ) -> Frozen:
-    """Return the model at ``address`` and the images of its run, or those in ``overrides``.
+    """Return the model at ``address``, and the images of its run or of ``overrides``.
 
     Images are transformed as in the run's config or, without a run, as in the model's metadata.
 
@@ -173,7 +173,7 @@ def _is_typed(config: Config, key: str) -> bool:
 
 
 def without_old_val(words: list[str]) -> list[str]:
-    """Drop the run's validation sets if the words name other images, to which they do not belong.
+    """Drop the run's validation sets if the words name other images.
 
     Args:
         words: ``key=value`` words for the config of a run.

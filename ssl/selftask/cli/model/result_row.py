@@ -74,7 +74,8 @@ def image_scores(row: Mapping[str, float], digests: Mapping[str, str]) -> dict[s
 
     Args:
         row: Metrics by name; those of ``data.val_sets`` are called ``NAME/metric``.
-        digests: Digest of each set of images by its key; without ``data.val``, ``data`` is tested.
+        digests: Digest of each set of images by its key; without ``data.val``, ``data`` is the test
+            set.
     """
     scored = {
         name: value.scores

@@ -141,6 +141,6 @@ def asked_checkpoint(config: Config) -> str:
 
 
 def goes_on(config: Config) -> bool:
-    """Return whether all weights come from a checkpoint, so that ``init.backbone`` is not read."""
+    """Return whether all weights come from a checkpoint; ``init.backbone`` is then not read."""
     asked = config.resume.checkpoint
     return has_checkpoints(config) if asked == "auto" else asked != "never"

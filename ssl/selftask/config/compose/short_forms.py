@@ -4,7 +4,7 @@ Examples are ``data=DIR``, ``backbone=timm:vit_small_patch16_224``, ``method=moc
 ``parallel=ddp`` and ``- horizontal_flip``. They are expanded before files and overrides are
 merged, so that a short form means the same in a file and on the command line.
 
-``data=imagenet`` stands for a section of a ``catalog.yaml``. The catalog is the file
+``data=imagenet`` refers to a section of a ``catalog.yaml``. The catalog is the file
 ``$SELFTASK_CATALOG`` if that is set. Otherwise it is ``~/.config/selftask/catalog.yaml`` together
 with ``catalog.yaml`` in the current folder, whose entries take precedence.
 ``$SELFTASK_DATA_IMAGENET`` replaces the path of one entry, so that a recipe with names runs

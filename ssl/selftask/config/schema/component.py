@@ -26,7 +26,7 @@ class Component:
         return cls(name=args.pop("name"), args=args)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return ``{name: ..., **args}``, as in the yaml, with a subclass's fields that are set."""
+        """Return ``{name: ..., **args}``, as in the yaml, with fields of a subclass if set."""
         others = {item.name: getattr(self, item.name) for item in fields(self)[2:]}
         set_fields = {name: plain(value) for name, value in others.items() if value is not None}
         return {"name": self.name, **plain(self.args), **set_fields}

@@ -94,7 +94,7 @@ class Config(Section):
     def place(self, key: str) -> str:
         """Return the origin of a value: ``file.yaml:14``, ``command line: ...`` or a default.
 
-        If the key itself has no recorded origin, that of its section is returned.
+        If the key itself has no recorded origin, the origin of its section is returned.
         """
         while key not in self.places and "." in key:
             key = key.rpartition(".")[0]

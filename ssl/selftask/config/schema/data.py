@@ -24,7 +24,7 @@ class DataConfig(Section):
     tokenizer: Component = setting(Component(name="bytes"), of="tokenizers")
     """Tokenizer of captions."""
     relabel: Literal["no", "index", "zero", "none"] = "no"
-    """Labels of the training images: ``no`` keeps those of the source, ``index`` uses the index of
+    """Labels of the training images: ``no`` keeps the source's labels, ``index`` uses the index of
     the image, ``zero`` uses 0 for all, ``none`` removes them.
     """
     augment_on: Literal["cpu", "device"] = "cpu"

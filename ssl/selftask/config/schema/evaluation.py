@@ -27,7 +27,7 @@ class EvalConfig(Section):
     and at the end only.
     """
     start: int | str = setting(0, duration=True, also=["val_begin"])
-    """No evaluation or test phase comes before this time; above 0, there is none at step 0."""
+    """Time of the first evaluation or test phase; if above 0, there is none at step 0."""
     loss: bool = setting(False, also=["val_loss", "validation_loss"])
     """Whether to compute the method's own loss on ``data.val``, with the views of training, as
     ``val_loss``.
@@ -43,7 +43,7 @@ class EvalConfig(Section):
     token, registers), or both.
     """
     flip: bool = setting(False, also=["tta"])
-    """Whether features are means over each image and its mirror image."""
+    """Whether features are averaged over each image and its mirror image."""
     scales: list[float] = setting([1.0], above=0)
     """Image sizes whose features are averaged, relative to those of ``transforms``, such as
     ``[0.75, 1, 1.25]``.

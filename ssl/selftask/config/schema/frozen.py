@@ -28,8 +28,8 @@ class FrozenModule:
     """
     weights: str | None = setting(None, path=True)
     """Weights of ``timm:`` and ``torchvision:`` models: a file, ``pretrained`` to download the
-    library's weights, or ``none`` for random ones. Of your own class: a file, or null for those
-    that it has when it is built.
+    library's weights, or ``none`` for random ones. For your own class: a file, or null for the
+    weights with which it is built.
     """
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own class."""

@@ -31,8 +31,8 @@ class LaunchConfig(Section):
     max_restarts: int = setting(0, min=0)
     """Restarts after a rank failed, and without SLURM also after a rank was killed."""
     max_requeues: int = setting(100, min=0)
-    """Requeues allowed after a time-out or the loss of a rank or node; 5 at most of a local job.
-    Those that SLURM makes itself, after a preemption, do not count.
+    """Requeues allowed after a time-out or the loss of a rank or node; at most 5 for a local job.
+    Requeues by SLURM itself, after a preemption, do not count.
     """
 
     @property
@@ -54,8 +54,8 @@ class ParallelConfig(Section):
     grad_compression: Literal["none", "fp16", "bf16"] = "none"
     """Data type in which gradients are sent between ranks (manual)."""
     buffers: Literal["broadcast", "mean"] = "broadcast"
-    """How running statistics of BatchNorm and other buffers are synchronized: all ranks take those
-    of the first rank, or the mean over ranks.
+    """How running statistics of BatchNorm and other buffers are synchronized: all ranks get the
+    first rank's buffers, or the mean over ranks.
     """
     sync_buffers: Literal["evaluation", "step", "never"] = setting(
         "evaluation", also=["broadcast_buffers", "broadcast_buffers_mode"]
@@ -73,8 +73,8 @@ class ParallelConfig(Section):
     """Ranks that together hold one copy of the network (fsdp): all, those of a node, or a number.
     """
     cpu_offload: bool = setting(False, also=["offload_params"])
-    """Whether shards, their gradients and optimizer state are kept on the CPU, where the optimizer
-    then runs (fsdp).
+    """Whether shards, their gradients and optimizer state are kept on the CPU, on which the
+    optimizer then runs (fsdp).
     """
     meta_init: bool = setting(False, also=["meta_device", "delayed_init"])
     """Whether only the first rank initializes or reads the weights; the others receive them part by
@@ -88,8 +88,8 @@ class ParallelConfig(Section):
         also=["checkpointing", "grad_checkpointing", "gradient_checkpointing"],
     )
     """Activations that are recomputed in the backward pass: ``none``; ``blocks``: all but the
-    inputs of blocks; a size ('8 GB') or a share (0.5): those of as few blocks as are needed to keep
-    the remaining activations below it.
+    inputs of blocks; a size ('8 GB') or a share (0.5): the activations of the fewest blocks such
+    that the remaining ones stay below it.
     """
     sync_batch_norm: int | Literal["none", "all", "node"] = setting(
         "none", min=1, also=["sync_bn", "syncbn", "sync_batchnorm"]

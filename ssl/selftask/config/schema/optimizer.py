@@ -49,8 +49,8 @@ class GroupRule:
     weight_decay: float | dict[str, Any] | None = setting(None, of="schedules", min=0)
     """Weight decay of these parameters."""
     schedule: str | dict[str, Any] | None = setting(None, of="schedules")
-    """Schedule in place of ``optimizer.schedule``; start, end and warm-up default to those of the
-    learning rate.
+    """Schedule in place of ``optimizer.schedule``; start, end and warm-up default to the learning
+    rate's.
     """
     freeze: bool | int | str | None = setting(None, duration=True)
     """How long to freeze the parameters; true: the whole training, without computing gradients."""
@@ -106,7 +106,7 @@ class OptimizerConfig(Section):
     decay_tokens: bool = False
     """Whether a transformer's class token, registers and learned positions decay too."""
     layer_decay: float = setting(1.0, above=0, max=1, also=["layer_wise_lr_decay", "llrd"])
-    """Learning rate of a layer of the backbone divided by that of the layer above; the highest
+    """Ratio of the learning rate of a layer of the backbone to that of the next layer; the last
     layer is the head with the norm after the last block.
     """
     groups: list[GroupRule] = setting([], also=["param_groups", "paramwise_cfg", "custom_keys"])

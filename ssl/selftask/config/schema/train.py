@@ -81,7 +81,7 @@ class TrainConfig(Section):
         "auto", also=["amp", "fp16", "bf16", "dtype"]
     )
     """Data type of forward and backward passes under autocast; weights stay float32. auto: bfloat16
-    on a CUDA GPU that has it natively, and on a CPU that does (AMX, AVX512-BF16) for a network that
+    on a CUDA GPU with native support, and on a CPU with support (AMX, AVX512-BF16) if the network
     is faster in it, else float32; ``step: manual`` has float32 only.
     """
     step: Component = setting(Component(name="standard"), of="train_steps", also=["train_step"])
@@ -94,11 +94,11 @@ class TrainConfig(Section):
     """Seed of initial weights, order of the images and augmentations."""
     on_nan: Literal["stop", "skip", "rollback"] = setting("stop", also=["terminate_on_nan"])
     """What to do after NaN or infinity: ``stop`` ends the run; ``skip`` skips the step, and makes
-    every step wait for the device; ``rollback`` returns to the last checkpoint and leaves out the
-    batches concerned.
+    every step wait for the device; ``rollback`` returns to the last checkpoint and skips the
+    affected batches.
     """
     nan_budget: int = setting(3, min=0)
-    """Largest number of skipped steps in a row, or of rollbacks in a run."""
+    """Maximum number of consecutive skipped steps, or of rollbacks in a run."""
     grad_scaler: GradScalerConfig = setting(GradScalerConfig(), also=["scaler", "amp_args"])
     """Scaling of the loss for float16."""
     matmul_precision: Literal["highest", "high", "medium"] | None = setting(

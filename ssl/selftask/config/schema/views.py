@@ -19,8 +19,8 @@ class ViewConfig(Section):
     only the input of other groups.
     """
     image: str | list[str | None] | None = None
-    """Name of an extra image of the sample to make views of; null: its main image. A list makes
-    ``count`` views of each: ``[null, frame_1, frame_2]``.
+    """Name of an extra image of the sample from which views are made; null: its main image. A list
+    makes ``count`` views of each: ``[null, frame_1, frame_2]``.
     """
     of: str | None = None
     """Group whose views are the input of the transforms; null: the image."""
@@ -31,7 +31,7 @@ class ViewConfig(Section):
 
     @property
     def images(self) -> list[str | None]:
-        """Names of the images that views are made of; None is the main image."""
+        """Names of the images from which views are made; None is the main image."""
         return list(self.image) if isinstance(self.image, list) else [self.image]
 
 

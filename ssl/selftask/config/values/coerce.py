@@ -45,7 +45,7 @@ def convert(value: Any, annotation: Any) -> Any:
 
     Raises:
         Mismatch: If the value does not fit.
-        UserError: If config fields may not have this annotation.
+        UserError: If this annotation is not supported for config fields.
     """
     if annotation is Any:
         return value

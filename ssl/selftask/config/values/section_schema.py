@@ -31,7 +31,7 @@ class Schema:
         """Return the schema of ``config`` except the fields ``without``; empty for None.
 
         Raises:
-            UserError: If it is no dataclass, or its annotations cannot be resolved.
+            UserError: If ``config`` is not a dataclass, or its annotations cannot be resolved.
         """
         if config is None:
             return cls({}, {}, owner)

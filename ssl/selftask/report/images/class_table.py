@@ -51,11 +51,11 @@ class ByClass:
 
 
 def by_class(features: np.ndarray, labels: np.ndarray) -> ByClass:
-    """Return the confusion matrix of k-NN predictions, each from the other labeled images.
+    """Return the confusion matrix of k-NN; each image is classified by the other labeled images.
 
     Args:
         features: (N, E).
-        labels: (N,), -1 for images to leave out.
+        labels: (N,), -1 for images to exclude.
     """
     has_label = labels >= 0
     rows = F.normalize(torch.from_numpy(features[has_label]), dim=1)

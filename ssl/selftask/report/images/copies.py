@@ -1,4 +1,4 @@
-"""Page with groups of images of a data set: copies of one another, and images unlike all others."""
+"""Pages with images of a data set: copies of one another, and images unlike all others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_ranked(
     cosines: Sequence[float],
     nearest: Sequence[int],
 ) -> None:
-    """Write a page with the most similar and with the rarest of N images.
+    """Write a page with the most similar and the most dissimilar of N images.
 
     Args:
         path: The file to write.
@@ -53,7 +53,7 @@ def write_ranked(
         source: The images.
         indices: Index of each image in the source, (N,).
         cosines: Cosine of each image to the nearest other one, (N,).
-        nearest: Number of that other image, from 0 to N - 1, (N,).
+        nearest: Number of the nearest other image, from 0 to N - 1, (N,).
     """
     order = sorted(range(len(cosines)), key=lambda row: -cosines[row])
     rare = [

@@ -39,7 +39,7 @@ def map_section(images: Gathered, projections: Mapping[str, Projection]) -> Sect
     """Return the section with the map; the first projection is shown first.
 
     Each class has its own combination of color and shape. If there are too many classes, the less
-    frequent ones share one.
+    frequent ones share a combination.
     """
     sprite = Sprite("spot", _SIDE, BUDGET)
     tiles = [sprite.tile(sprite.add(pixels)) for pixels in images.thumbnails]

@@ -91,7 +91,7 @@ def gather(
 ) -> Pass:
     """Return features and thumbnails of ``count`` images, chosen at random by ``train.seed``.
 
-    Images are transformed by ``eval.transforms``; those that cannot be read are left out.
+    Images are transformed by ``eval.transforms``; unreadable images are skipped.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).

@@ -96,8 +96,8 @@ class Sprite:
 def thumbnail(image: np.ndarray, side: int) -> np.ndarray:
     """Return an image uint8 (H, W, C) as RGB, with a longest side of at most ``side``.
 
-    Of more than three channels, the first three are used. Of one or two channels, the first is
-    shown in gray.
+    If there are more than three channels, the first three are used. If there are one or two, the
+    first is shown in gray.
     """
     seen = Image.fromarray(np.ascontiguousarray(as_seen(image))).convert("RGB")
     seen.thumbnail((side, side), Image.Resampling.LANCZOS, reducing_gap=None)
@@ -150,7 +150,7 @@ def image_section(title: str, html: str, id: str, sprite: Sprite | None = None) 
 def short_names(paths: Sequence[str]) -> list[str]:
     """Return paths as printable text, without the leading folders that all of them share.
 
-    Of rows of one file, such as ``table.csv:17``, only the number of the row remains.
+    For rows of one file, such as ``table.csv:17``, only the row number remains.
     """
     parts = [path.split("/") for path in paths]
     shared = 0

@@ -35,7 +35,7 @@ def views_of(config: Config, sources: Sources) -> Section:
 def views_section(
     rows: Sequence[Row], names: Sequence[str], captions: Sequence[str], note: str
 ) -> Section:
-    """Return the section with a table that has a row for each image and a column for each view.
+    """Return the section with a table: a row for each image, and a column for each view.
 
     Args:
         rows: Images with their views.

@@ -37,9 +37,10 @@ def trained_on(run: Path) -> dict[str, Any] | None:
 
 
 def find_weights(run: Path) -> Weights | None:
-    """Return the export of a run if it is of the newest checkpoint's step, else that checkpoint.
+    """Return the export of a run if it has the newest checkpoint's step, else the checkpoint.
 
-    They differ while a run trains again after its end or from the start. None if there is neither.
+    The steps differ while a run trains again after its end or from the start. None if there is
+    neither.
     """
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     exported = run / "export" / WEIGHTS

@@ -26,7 +26,7 @@ MOST_EVALUATIONS = 3  # number of evaluation columns without `columns=`
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell: its text or the HTML of a macro, and the value to sort by, or None to sort last."""
+    """A cell: its text or HTML, and the value to sort by (None to sort last)."""
 
     text: str
     key: float | str | None = None

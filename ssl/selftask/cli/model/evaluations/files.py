@@ -32,7 +32,7 @@ def evaluate_files(name: str, address: str, words: list[str]) -> dict[str, float
         words: ``key=value`` words: options, and ``data.val`` for the features to test on.
 
     Raises:
-        UserError: If files or labels do not fit the evaluation, or it takes no features.
+        UserError: If files or labels do not fit the evaluation, or if it does not support files.
     """
     refuse_ranks(f"eval {name} of files")
     if EVALUATIONS.declared(name, "takes_backbone", False):

@@ -7,12 +7,12 @@ from selftask.errors import UserError
 
 
 def take_folders(words: list[str], second: str, example: str) -> tuple[dict[str, str], list[str]]:
-    """Return the folders ``data`` and ``data.val`` by key, and words with settings to open them.
+    """Return the folders of ``data`` and ``data.val``, and the words extended to open their images.
 
     Args:
         words: ``key=value`` words of the command.
-        second: Name of the folder beside ``images``.
-        example: Name of a file in it, for messages.
+        second: Name of the second folder, next to ``images``.
+        example: Name of a file in the second folder, for messages.
 
     Raises:
         UserError: If a folder is not given, or lacks images or ``second``.

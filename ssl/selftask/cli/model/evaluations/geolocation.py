@@ -1,4 +1,4 @@
-"""``selftask eval geolocation``: place images by the coordinates of their nearest neighbors."""
+"""``selftask eval geolocation``: locate images by the coordinates of their nearest neighbors."""
 
 from __future__ import annotations
 
