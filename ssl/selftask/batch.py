@@ -65,8 +65,8 @@ class Extras(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         raise UserError(
-            f"data: no {name!r} beside image and label, which the method asks for; the data gives "
-            f"{', '.join(self) or 'nothing'}"
+            f"data: no {name!r} in addition to image and label, which the method requires; "
+            f"the data gives {', '.join(self) or 'nothing'}"
         )
 
 

@@ -146,7 +146,9 @@ def test_all_of_it_meets_in_a_step(mine: Path) -> None:
     assert {*task.last_batch.terms} == {"letter", "size"}
     assert task.last_row["bytes"] == 8 * len(["start", *"a box", "end"])
     assert sum(losses[-8:]) < 0.5 * sum(losses[:8])
-    with pytest.raises(UserError, match=r"no 'mask' beside image and label.* gives caption, size"):
+    with pytest.raises(
+        UserError, match=r"no 'mask' in addition to image and label.* gives caption, size"
+    ):
         task.last_batch.extras["mask"]
     task.close()
 

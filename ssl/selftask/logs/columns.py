@@ -25,7 +25,7 @@ _GENERAL = """
 every run
 step | steps | Finished optimizer steps.
 epoch | epochs | Finished epochs, with a fraction.
-loss |  | Mean loss of the steps since the row before, over all ranks.
+loss |  | Mean loss of the steps since the previous row, over all ranks.
 loss_median |  | Median loss of these steps.
 lr |  | Learning rate of the first parameter group, at this step.
 
@@ -42,7 +42,7 @@ data_wait | 0 to 1 | Share of the time in which the step waited for data, on the
 step_s | s | Mean time of a step, with evaluations and checkpoints in between.
 step_s_median | s | Median time of a step, without what happens between steps.
 eta_s | s | Remaining time at the mean pace of this attempt.
-eta_recent_s | s | Remaining time at the pace since the row before.
+eta_recent_s | s | Remaining time at the pace since the previous row.
 
 the end of an epoch, if there are any
 unreadable_images | images | Training images that could not be read and were replaced, in all
@@ -52,10 +52,10 @@ every run
 memory_mb | MiB | Largest resident memory of a process so far.
 
 runs on CUDA and XPU devices
-device_memory_mb | MiB | Largest memory allocated on a device since the row before, so that a
+device_memory_mb | MiB | Largest memory allocated on a device since the previous row, so that a
   peak is in the row of its steps; the largest of all rows is that of the run.
 device_reserved_mb | MiB | Largest memory reserved by torch's allocator on a device since the
-  row before. Far above `device_memory_mb`, memory is fragmented.
+  previous row. Far above `device_memory_mb`, memory is fragmented.
 
 runs on CUDA, XPU and MPS devices
 device_memory_now_mb | MiB | Memory allocated on a device at this row.
@@ -113,9 +113,9 @@ cluster_learnability | 0 to 1 | Share of images whose nearest other image is in 
 intrinsic_dimension |  | Dimension of the features by TwoNN.
 
 hook `online_probe`
-train_probe_top1 | 0 to 1 | Accuracy of a linear classifier trained beside the network, on the
-  training images since the row before, each predicted before the update with it.
-train_knn_top1 | 0 to 1 | Accuracy of k-NN on the training images since the row before, with the
+train_probe_top1 | 0 to 1 | Accuracy of a linear classifier trained along with the network, on the
+  training images since the previous row, each predicted before the update with it.
+train_knn_top1 | 0 to 1 | Accuracy of k-NN on the training images since the previous row, with the
   latest images as neighbors.
 probe_top1 | 0 to 1 | Accuracy of this classifier on `data.val`.
 probe_lr |  | Learning rate of the classifier that these columns show.

@@ -18,8 +18,8 @@ RUN_FILES = {
     "export/backbone.json": "How to build the backbone and to normalize its images.",
     "report.html": "The run as one page that needs no network.",
     "evaluations.jsonl": "Results of `selftask eval`, a line for each.",
-    "evaluations/step_N.jsonl": "Results of `selftask eval suite` for one checkpoint; in `slurm/` "
-    "beside it are the logs of its jobs.",
+    "evaluations/step_N.jsonl": "Results of `selftask eval suite` for one checkpoint; the logs of "
+    "its jobs are in `slurm/`, in the same folder.",
     "errors/rankN.txt": "The traceback of a rank that failed.",
     "failures/step_N/": "State and batch of a step that gave NaN, for `selftask replay`.",
     "code/": "A copy of the modules of `import:` as they were at the start.",

@@ -55,7 +55,7 @@ class MoCo(MomentumContrast, EMATeacher):
     paper = "Chen et al., Improved Baselines with Momentum Contrastive Learning, 2020"
 
     columns = {
-        "recognition": "Term of the loss: recognizing the other view, beside that of CO2.",
+        "recognition": "Term of the loss: recognizing the other view, without CO2's term.",
         "consistency": "Term of the loss: similarity to the same negatives (CO2).",
     }
 

@@ -46,7 +46,7 @@ class SimCLR(BatchContrast):
         "ICML 2020"
     )
     columns = {
-        "recognition": "Term of the loss: recognizing the other view, beside that of CO2.",
+        "recognition": "Term of the loss: recognizing the other view, without CO2's term.",
         "consistency": "Term of the loss: similarity to the same negatives (CO2).",
     }
     views = (2, None)

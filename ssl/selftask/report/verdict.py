@@ -314,8 +314,8 @@ def _evaluation_time(record: RunRecord) -> list[Finding]:
     spent, trained = record.evaluation_s, record.clock.seconds[-1]
     if not trained or spent <= MANY_EVALUATIONS * trained or spent < 60:
         return []
-    text = f"evaluations took {show_seconds(spent)} beside {show_seconds(trained)} of training"
-    return [Finding("warning", f"{text}; eval.every says how often they run")]
+    text = f"evaluations took {show_seconds(spent)}, training {show_seconds(trained)}"
+    return [Finding("warning", f"{text}; eval.every sets how often they run")]
 
 
 def _interruptions(events: Sequence[Mapping[str, Any]]) -> list[Finding]:

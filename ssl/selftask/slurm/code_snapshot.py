@@ -25,7 +25,7 @@ class CodeSnapshot:
 
     @classmethod
     def of(cls, folder: Path) -> CodeSnapshot:
-        """Return a snapshot of the repository that contains the current folder; copies nothing.
+        """Return a snapshot of the current folder's repository, to be copied to ``folder`` later.
 
         Raises:
             UserError: If there is no git repository.

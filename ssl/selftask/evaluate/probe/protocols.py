@@ -96,7 +96,7 @@ PROTOCOLS: dict[str, Protocol] = {
         weight_decay=[0.0005],
         norm="batch",
     ),
-    # The probe of the authors' minimal example, which is trained beside the network; epochs: ours.
+    # The probe of the authors' minimal example, trained along with the network; epochs are ours.
     "lejepa": Protocol(
         paper="arXiv:2511.08544",
         optimizer="adamw",

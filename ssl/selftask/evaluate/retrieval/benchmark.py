@@ -156,7 +156,7 @@ def _of_copydays(source: Source) -> Benchmark:
     roots = {os.path.dirname(f) for f in folders if os.path.basename(f) == "original"}
     if len(roots) != 1:
         raise UserError(
-            f"truth=copydays: data has {len(roots)} folders `original`; one is expected, beside "
+            f"truth=copydays: data has {len(roots)} folders `original`; one is expected, next to "
             "`strong` and others with the copies"
         )
     (root,) = roots
@@ -165,7 +165,7 @@ def _of_copydays(source: Source) -> Benchmark:
     database = np.flatnonzero(is_database)
     copies = np.flatnonzero(np.logical_not(is_database)).tolist()
     if not copies:
-        raise UserError("truth=copydays: there are no copies beside the folder `original`")
+        raise UserError("truth=copydays: there are no copies next to the folder `original`")
     blocks = {
         _block(paths[image]): position
         for position, image in enumerate(database)

@@ -18,7 +18,7 @@ from selftask.registry import register_hook
 @register_hook("gradient_norms")
 @dataclass(eq=False, kw_only=True)
 class GradientNorms(Hook):
-    """Logs ``grad_norm/PART``, ``weight_norm/PART`` and ``update_ratio/PART`` at log points.
+    """Logs ``grad_norm/PART``, ``weight_norm/PART`` and ``update_ratio/PART`` in logged steps.
 
     A part is all parameters whose names have the same prefix, such as ``network.backbone``.
     Gradients are taken before clipping. The update ratio is the norm of the change of the weights

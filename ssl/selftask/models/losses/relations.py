@@ -22,8 +22,8 @@ def relation_cross_entropy(
 ) -> Tensor:
     """Return the mean of -sum_k p_k log q_k, with p and q softmaxes of similarities to candidates.
 
-    p is of the target and q of a query, ReSSL (arXiv:2107.09282), eq. 5 and 6. No gradient reaches
-    p, or the candidates.
+    p is computed from the target and q from a query: ReSSL (arXiv:2107.09282), eq. 5 and 6. Neither
+    p nor the candidates have gradients.
 
     Args:
         query: (V, B, D), not necessarily normalized.

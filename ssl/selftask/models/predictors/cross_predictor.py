@@ -18,7 +18,7 @@ from selftask.models.precision.bfloat16 import attention
 class CrossPredictor(nn.Module):
     """Transformer without self-attention: patches to predict attend only to encoded tokens.
 
-    Predictions do not depend on each other. Layers have no biases, and RMSNorm.
+    Predictions do not depend on each other. Layers have no biases, and norms are RMSNorm.
 
     Args:
         embed_dim: Width E of the encoded tokens.

@@ -67,8 +67,8 @@ def write_ranked(
     most = min(NUM_IMAGES, len(order))
     first = f"The {most} images with the highest cosine to another image, joined to groups."
     second = (
-        f"The {most} images with the lowest cosine to the nearest other image, which is beside "
-        "them: outliers and damaged images."
+        f"The {most} images with the lowest cosine to the nearest other image, shown next "
+        "to them: outliers and damaged images."
     )
     sections = [
         _section("Most similar", first, "copies", similar, source),
