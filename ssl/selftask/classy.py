@@ -139,7 +139,7 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
 
     @property
     def _skipped_tests(self) -> int:
-        """Number of test phases that ``eval.start`` leaves out."""
+        """Number of test phases that ``eval.start`` skips."""
         return int(self.phases_to_test // self.config.eval.test_every - 1)
 
     @property
@@ -161,7 +161,7 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
         """Return ``state_dict()``, under the name that Classy's hooks and trainers call.
 
         Args:
-            deep_copy: Whether to copy the tensors, which otherwise change as training goes on.
+            deep_copy: Whether to copy the tensors, which otherwise change as training continues.
         """
         state: dict[str, Any] = self.state_dict()
         return copy.deepcopy(state) if deep_copy else state

@@ -176,7 +176,7 @@ def test_a_failed_write_is_raised_once_at_the_next_save(
     writer.save({"n": 2}, 2)
     expected = (
         rf"the checkpoint of step 2 could not be written to {tmp_path} "
-        r"\(No space left on device\); .* it goes on from step_000000001.pt"
+        r"\(No space left on device\); .* it continues from step_000000001.pt"
     )
     with pytest.raises(RunError, match=expected):
         writer.save({"n": 3}, 3)

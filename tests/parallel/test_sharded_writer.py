@@ -161,6 +161,6 @@ def test_what_fails_on_one_rank_is_told_on_both(rank_results: list[dict[str, Any
         no_room, bug = of_rank["written_on_two"]["told"]
         assert "the checkpoint of step 2 could not be written" in no_room
         assert "(No space left on device, on rank 1)" in no_room
-        assert "it goes on from step_000000001" in no_room
+        assert "it continues from step_000000001" in no_room
         assert bug == "rank 1: ZeroDivisionError: a bug"
         assert of_rank["written_on_two"]["left"] == [], "half a checkpoint is in the way"

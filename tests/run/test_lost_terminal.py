@@ -43,7 +43,7 @@ def test_a_pipe_without_a_reader_is_told_once_and_no_more(
         print("three", flush=True)  # at python's exit this is what would fail
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert len(lines) == 1
-    assert lines[0].endswith("is lost ([Errno 32] Broken pipe); the run goes on")
+    assert lines[0].endswith("is lost ([Errno 32] Broken pipe); the run continues")
 
 
 def test_closed_streams_are_opened_again(tmp_path: Path) -> None:

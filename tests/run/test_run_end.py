@@ -140,7 +140,7 @@ def test_a_full_disk_is_told_where_it_cannot_be_written_down(
     assert train(folder, "import=[trouble]", "hooks.trouble={kind: full}") == 1
     assert re.fullmatch(
         "RUN FAILED at step 2 on rank 0: OSError: .* No space left on device; make room and start "
-        "the same command again: it goes on",
+        "the same command again: it continues",
         last_line(capsys),
     )
 

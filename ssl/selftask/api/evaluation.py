@@ -65,7 +65,7 @@ def evaluate(
         f"{key}={str(value).lower() if key == 'trust' else value}" for key, value in plain.items()
     ]
     name = by_protocol(name, *words)
-    # The caller's random numbers stay the same; those of new random weights go on.
+    # The caller's random numbers stay the same; the draws of new random weights continue.
     with torch.random.fork_rng(devices=(), enabled=plain.get("weights") != "none"):
         if not isinstance(model, Model):
             return evaluate_named(name, str(model.out if isinstance(model, Run) else model), words)

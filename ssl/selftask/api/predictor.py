@@ -137,7 +137,7 @@ class Predictor:
         return _as_model(network)
 
     def _search_in(self, images: Any) -> None:
-        """Compute the features of the images to search; unreadable ones are left out."""
+        """Compute the features of the images to search; skip unreadable ones."""
         config = load_config(str(recipes.folder() / _RECIPE), overrides({"data": images}))
         source, parts = open_data(config.data).train, []
         for first in range(0, len(source), _BATCH_SIZE):

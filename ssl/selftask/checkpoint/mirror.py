@@ -177,7 +177,7 @@ class _Mirror:
             try:
                 self._upload_changes()
                 failed = False
-            except Exception as error:  # noqa: BLE001 - the run goes on; `flush` raises
+            except Exception as error:  # noqa: BLE001 - the run continues; `flush` raises
                 if not failed:
                     log.warning("out=%s: %s; trying again", self.address, reason_of(error))
                 failed = True

@@ -170,7 +170,7 @@ class CheckpointWriter:
         return RunError(
             f"the checkpoint of step {step} could not be written to {self.folder} "
             f"({error.strerror or error}); make room or access there and start the same command "
-            f"again: it goes on {start}"
+            f"again: it continues {start}"
         )
 
 

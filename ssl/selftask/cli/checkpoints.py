@@ -17,7 +17,7 @@ usage: selftask checkpoints RUN
 
 Lists the checkpoints of a run, newest first: step, epoch, size, date, metric, why it is kept, and
 whether it can be read whole. The metric is that of train.keep_best, else of the evaluations.
-`selftask train ... resume=PATH` goes on from one, init.backbone=RUN@STEP or RUN@best starts with
+`selftask train ... resume=PATH` continues from one, init.backbone=RUN@STEP or RUN@best starts with
 its backbone, `selftask export RUN@best` writes that."""
 
 HEADS = ("step", "epoch", "size", "date", "metric", "kept as", "state")

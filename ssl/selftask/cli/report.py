@@ -25,7 +25,7 @@ usage: selftask report RUN [out=FILE] [images=1000]
        selftask report FOLDER_OF_RUNS [sort=METRIC] [out=FILE]
 
 Writes one HTML page with what ran, a verdict, curves, events and config: report.html in the run
-folder, or FILE. It needs no network and also works while the run goes on.
+folder, or FILE. It needs no network and also works during the run.
 It also shows the training views and, computed with the newest weights: nearest neighbors, a map
 of the embeddings, accuracy by class, patch tokens of vision transformers, reconstructions.
 They are kept in $SELFTASK_CACHE/report, so that a second report of the same weights takes a second.

@@ -20,7 +20,7 @@ class Part:
 
     fraction: float | None = None  # of the images (or of each class), in (0, 1]
     count: int | None = None  # number of images (or per class); without count and fraction: all
-    per_class: bool = False  # select within each class; images without a label are left out
+    per_class: bool = False  # select within each class; images without a label are excluded
     seed: int = 0
     part: int | None = None  # number of one of `of` disjoint parts, from 0
     of: int | None = None  # number of disjoint parts

@@ -221,7 +221,7 @@ def _top(
         least: (B, 1), or None. Smaller products are not needed.
 
     Returns:
-        (B, M). A product of -inf stands for none.
+        (B, M). A product of -inf means none.
     """
     num_groups = -(-products.shape[1] // _GROUP)
     is_small = least is None and num_groups < 2 * k

@@ -29,7 +29,7 @@ from selftask.task import Task
 def evaluate_task(task: Task) -> dict[str, float]:
     """Return the metrics of ``eval.evaluations`` and of ``eval.loss``, and ``eval_images_per_s``.
 
-    Without labels, evaluations that need some are left out. Those with ``takes_backbone = True``
+    Without labels, evaluations that need some are skipped. Those with ``takes_backbone = True``
     choose their images themselves, and all ranks share them.
 
     Metrics of the sets of ``data.val_sets`` are called ``NAME/knn_top1``. The state of the run does
@@ -69,7 +69,7 @@ def evaluate_task(task: Task) -> dict[str, float]:
 def evaluations_of_sets(task: Task) -> dict[str, dict[str, Component]]:
     """Return the evaluations of each validation set; unlabeled sets get the label-free ones.
 
-    Sets without evaluations are left out.
+    Sets without evaluations are omitted.
     """
     data, every = task.data_module, task.config.eval.evaluations
     components = {key: c for key, c in every.items() if key not in takes_backbone(every)}

@@ -35,7 +35,7 @@ def parse_yaml(text: bytes, path: str | Path) -> dict[str, Any]:
     """Parse the content of a yaml file as ``read_yaml`` does; ``path`` is used in messages.
 
     Raises:
-        UnreadableFile: If it is no yaml mapping, or exceeds the limits on size and nesting.
+        UnreadableFile: If it is not a yaml mapping, or exceeds the limits on size and nesting.
     """
     try:
         # PyYAML writes lone surrogates, but only its parser in Python reads them.

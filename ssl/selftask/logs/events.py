@@ -21,11 +21,11 @@ NAME = "events.jsonl"
 
 EVENTS = {
     "start": "A process began to train, for the first time or again; with the number of ranks.",
-    "resume": "Training goes on from a checkpoint, which is named.",
+    "resume": "Training continues from the named checkpoint.",
     "checkpoint": "A checkpoint was taken.",
     "evaluation": "Evaluations ran; with their metrics.",
     "warning": "A line of the log at level WARNING.",
-    "stop": "The run was interrupted and will not go on by itself.",
+    "stop": "The run was interrupted and will not continue by itself.",
     "requeue": "The run was interrupted and its job is back in SLURM's queue.",
     "failure": "The run failed; with the rank and the error.",
     "finish": "The run is complete.",

@@ -153,7 +153,7 @@ class _Lasting:
             return do(*args)
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self._redirect()
-            LOGGER.warning("%s is lost (%s); the run goes on", self._stream.name, error)
+            LOGGER.warning("%s is lost (%s); the run continues", self._stream.name, error)
             return None
 
     def _redirect(self) -> None:

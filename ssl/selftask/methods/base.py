@@ -66,9 +66,9 @@ class Method(nn.Module, Hook):
 
     * of the backbone, see ``models.features``: ``"dense"``: feature maps; ``"hidden"``: hidden
       layers; ``"tokens"``: patches that can be replaced by a mask token; ``"subset"``: patches that
-      can be left out; ``"attention"``: patches whose attention can be limited; ``"groups"``:
+      can be dropped; ``"attention"``: patches whose attention can be limited; ``"groups"``:
       patches that can attend within groups of patches only;
-      ``"sparse"``: convolutions that can leave patches out.
+      ``"sparse"``: convolutions that can ignore hidden patches.
     * ``"labels"``: a label for each image.
     * ``"index"``: ``batch.index``, the number of each image, as an index into a memory.
     * ``"boxes"``: crop boxes of the views; ``"captions"``: a caption for each image.

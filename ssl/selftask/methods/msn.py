@@ -70,7 +70,7 @@ class MSN(PrototypeLayer, EMATeacher):
         "cross_entropy": "Term of the loss: masked views have the teacher's targets.",
         "me_max": (
             "Term of the loss: divergence of the mean prediction from the prior; 0 is "
-            "all prototypes used as the prior says."
+            "all prototypes used as given by the prior."
         ),
     }
     loss_reduction = "statistics"  # the mean prediction, and the sizes of clusters

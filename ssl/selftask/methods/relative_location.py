@@ -21,7 +21,7 @@ CENTER = 4  # of 3 x 3 tiles, row by row
 
 @register_method("relative_location")
 class RelativeLocation(TilesPretext):
-    """Context prediction (arXiv:1505.05192): predicts where a tile lies from the center.
+    """Context prediction (arXiv:1505.05192): predicts where a tile lies relative to the center.
 
     Loss: ``-log softmax(s)[neighbor]``, one of eight.
 

@@ -81,7 +81,7 @@ class LinearProbes(nn.Module):
 
         Args:
             features: (B, E).
-            labels: (B,), -1 for images to leave out.
+            labels: (B,), -1 for images to ignore.
         """
         gradient, moments, hits, images = self._parts(self._sums)
         is_labeled = (labels >= 0)[:, None]  # (B, 1)
@@ -125,7 +125,7 @@ class LinearProbes(nn.Module):
 
         Args:
             features: (B, E).
-            labels: (B,), -1 for images to leave out.
+            labels: (B,), -1 for images to ignore.
         """
         best = self._scores(self._inputs(features)).argmax(dim=2)  # (B, L)
         return (best == labels[:, None]).sum(dim=0)

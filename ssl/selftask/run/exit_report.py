@@ -182,7 +182,7 @@ def explain(error: BaseException) -> str:
             f"parallel.activation_checkpointing=blocks\n{message}"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{message}; make room and start the same command again: it goes on"
+        return f"{message}; make room and start the same command again: it continues"
     if isinstance(error, MemoryError):
         return f"the machine's memory is full; try fewer data.num_workers\n{message}"
     if "DefaultCPUAllocator" in message:  # torch raises a RuntimeError for CPU memory

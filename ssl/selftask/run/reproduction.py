@@ -96,7 +96,7 @@ def _config(
 
 
 def recipe_words(there: dict[str, Any]) -> list[str]:
-    """Return recipe and overrides of the recorded command, or [] if it is not ``train``."""
+    """Return recipe and overrides of the recorded command; [] for commands other than ``train``."""
     words = [word for word in there.get("command") or [] if not word.startswith("-")]
     if words[1:2] == ["train"]:
         return words[2:]

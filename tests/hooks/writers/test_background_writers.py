@@ -123,7 +123,7 @@ def test_a_writer_that_fails_in_its_thread(
     task = run(tmp_path, writer)
     assert task.steps_done == STEPS and writer.steps == [1, 2]
     logged = [text for text in caplog.messages if "hooks.recorded" in text]
-    expected = "hooks.recorded has failed and writes no more, training goes on: ConnectionError: "
+    expected = "hooks.recorded has failed and writes no more, training continues: ConnectionError: "
     assert logged == [expected + "no route to host"]
     assert writer.closed == []
 
@@ -139,7 +139,7 @@ def test_a_writer_that_does_not_answer(
     assert task.steps_done == STEPS and writer.steps == [1, 2, 3, 4]
     logged = [text for text in caplog.messages if "does not answer" in text]
     assert logged[-1] == (
-        "hooks.recorded does not answer: 2 rows are not written yet, training goes on"
+        "hooks.recorded does not answer: 2 rows are not written yet, training continues"
     )
     assert writer.closed == []
     never.set()

@@ -229,7 +229,7 @@ def test_a_writer_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(calls) == 1 and len(tiny.rows(tmp_path / "run")) == 3
     texts = [e["text"] for e in read_events(tmp_path / "run") if e["event"] == "warning"]
     (text,) = [text for text in texts if "hooks.csv" in text]
-    assert text.startswith("hooks.csv has failed and writes no more, training goes on: OSError: ")
+    assert text.startswith("hooks.csv has failed and writes no more, training continues: OSError: ")
 
 
 def test_a_missing_package_is_told_before_training(

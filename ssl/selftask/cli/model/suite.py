@@ -29,7 +29,7 @@ data=DIR data.val=DIR   the labeled images; default: those of the run
 checkpoints=all         or last, best (by train.keep_best), or a pattern of steps: 1?00
 every=N       only those of steps that N divides
 weights=ema   the average that hooks.ema (swa) keeps, instead of the trained weights
---follow      goes on with new checkpoints as they come, until the run has ended; with --slurm
+--follow      evaluates new checkpoints as they appear, until the run has ended; with --slurm
               the job does
 --slurm       as one job, by launch.slurm.* of the run or the command line; the same command without
               it prints the table. --slurm-each: one job for each checkpoint, as an array.

@@ -13,7 +13,7 @@ usage: selftask watch [DIR] [port={PORT}] [host=127.0.0.1] [--token]
 
 Serves live pages of all runs in and below DIR (runs/ if it is not given), local ones and those of
 SLURM: the table of `selftask runs`, the report of each run, which follows while it trains, and
-comparisons. It only reads. Ctrl-C ends it; the runs go on.
+comparisons. It only reads. Ctrl-C ends it; the runs continue.
 
 Only this machine can connect. From your own computer: ssh -L {PORT}:127.0.0.1:{PORT} MACHINE, then
 open http://127.0.0.1:{PORT}/ there.
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     try:
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
-        print("stopped watching; the runs go on")
+        print("stopped watching; the runs continue")
     finally:
         server.server_close()
     return 0

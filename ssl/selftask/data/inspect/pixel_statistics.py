@@ -167,7 +167,7 @@ def sums_of_pixels(pixels: np.ndarray) -> Sums:
     They are below 2**53 and thus exact in float64.
 
     Raises:
-        UserError: If the array is no such image.
+        UserError: If the array is not such an image.
     """
     if pixels.dtype != np.uint8 or pixels.ndim != 3:
         raise UserError(f"an image is {pixels.dtype} {pixels.shape}; uint8 (H, W, C) is expected")

@@ -16,7 +16,7 @@ from selftask.data.transforms.transform import Trace
 class Sample:
     """One item of a dataset, on its way from a worker to the batch."""
 
-    views: list[np.ndarray]  # V uint8 (H, W, C); empty if the image was left out
+    views: list[np.ndarray]  # V uint8 (H, W, C); empty if the image was skipped
     label: int  # -1 if there is none
     index: int  # of the image shown
     key: tuple[int, int]  # the requested key, which the draws depend on

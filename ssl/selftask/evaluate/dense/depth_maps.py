@@ -66,7 +66,7 @@ def read_depth(path: str, unit: float) -> np.ndarray:
         unit: Depth of 1 in a PNG.
 
     Raises:
-        UserError: If it cannot be read or is no depth map.
+        UserError: If it cannot be read or is not a depth map.
     """
     try:
         data = read_bytes(path)

@@ -256,7 +256,7 @@ def check_size(mask: np.ndarray, path: str, image_path: str) -> None:
         with open_regular(image_path) as file, Image.open(file) as image:
             width, height = image.size[:: -1 if orientation(image) > 4 else 1]
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        return  # left out when it is read
+        return  # skipped when it is read
     if mask.shape != (height, width):
         raise UserError(
             f"{path}: has {mask.shape[1]}x{mask.shape[0]} pixels, and {image_path} has "

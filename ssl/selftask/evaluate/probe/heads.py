@@ -102,7 +102,7 @@ class HeadGrid(nn.Module):
         super().__init__()
         self.norm = norm
         self.settings = settings
-        self._head = [copy.deepcopy(head).to("meta")]  # a list, since it is no part of the state
+        self._head = [copy.deepcopy(head).to("meta")]  # a list, since it is not part of the state
         self.stacked = {
             name: torch.stack([value.detach()] * len(settings)).requires_grad_()
             for name, value in head.named_parameters()

@@ -160,7 +160,7 @@ class Writer(Hook):
     def _tell_of(self, remaining: int) -> None:
         if remaining:
             log.warning(
-                "hooks.%s does not answer: %d %s not written yet, training goes on",
+                "hooks.%s does not answer: %d %s not written yet, training continues",
                 self.title,
                 remaining,
                 "row is" if remaining == 1 else "rows are",
@@ -173,7 +173,7 @@ class Writer(Hook):
         except Exception as error:  # noqa: BLE001 - a writer's package may raise any error
             self.alive = False
             log.warning(
-                "hooks.%s has failed and writes no more, training goes on: %s: %s",
+                "hooks.%s has failed and writes no more, training continues: %s: %s",
                 self.title,
                 type(error).__name__,
                 error,
