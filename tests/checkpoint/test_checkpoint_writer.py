@@ -308,7 +308,7 @@ def test_another_error_is_told_first(
     fail_from(monkeypatch, 2, no_room())
     assert train(tmp_path, EVERY) == 1
     out = capsys.readouterr().out
-    assert out.splitlines()[-1].endswith("on rank 0: ZeroDivisionError: trouble on purpose")
+    assert out.splitlines()[-1].endswith("ZeroDivisionError: trouble on purpose")
     assert "the newest checkpoint is missing, too" in out
     assert "No space left on device" in out
 

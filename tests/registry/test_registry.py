@@ -210,6 +210,11 @@ def test_taken_name_shows_both_places(things: Registry, tmp_path: Path, imported
     assert things["apple"].__name__ == "Apple"
 
 
+def test_a_decorator_without_a_name(things: Registry) -> None:
+    with pytest.raises(UserError, match=r'give a name: @register_thing\("my_thing"\)'):
+        things.register(Registry)  # type: ignore[arg-type]
+
+
 def test_reload_and_outside_registration(things: Registry, tmp_path: Path) -> None:
     importlib.reload(importlib.import_module("pantry.fruit"))
     (tmp_path / "yours.py").write_text(

@@ -20,10 +20,14 @@ class Trouble(Hook):
     kind: str = "raise"
     step: int = 2
     priority = 10
+    loss = 0.0
 
     def on_loss_and_meter(self, task):
         if task.steps_done + 1 == self.step and self.kind == "nan":
             task.last_batch.loss = task.last_batch.loss * torch.nan
+        if self.kind == "graph":
+            batch = task.last_batch
+            batch.local_loss, self.loss = batch.local_loss + self.loss, batch.local_loss
 
     def on_step(self, task):
         if task.steps_done == self.step and self.kind == "raise":

@@ -139,8 +139,8 @@ def test_a_full_disk_is_told_where_it_cannot_be_written_down(
 ) -> None:
     assert train(folder, "import=[trouble]", "hooks.trouble={kind: full}") == 1
     assert re.fullmatch(
-        "RUN FAILED at step 2 on rank 0: OSError: .* No space left on device; make room and start "
-        "the same command again: it continues",
+        r"RUN FAILED at step 2 on rank 0: \S*trouble.py:\d+: OSError: .* No space left on device; "
+        "make room and start the same command again: it continues",
         last_line(capsys),
     )
 
@@ -151,14 +151,20 @@ def test_a_bug_is_told_in_full(folder: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "trouble.py" in out
     assert "Traceback" in out
-    expected = "RUN FAILED at step 2 on rank 0: ZeroDivisionError: trouble on purpose"
-    assert out.splitlines()[-1] == expected
+    expected = r"(\S*trouble\.py:\d+: ZeroDivisionError: trouble on purpose)"
+    last = re.fullmatch(f"RUN FAILED at step 2 on rank 0: {expected}", out.splitlines()[-1])
+    assert last is not None
     status = tiny.status(folder / "run")
     assert (status["state"], status["step"]) == ("failed", 2)
-    assert status["error"] == "ZeroDivisionError: trouble on purpose"
+    assert status["error"] == last[1]
     assert "ZeroDivisionError" in (folder / "run/errors/rank0.txt").read_text()
     log = (folder / "run/log.txt").read_text()
-    assert "trouble.py" in log and expected in log.splitlines()[-1]
+    assert last[0] in log.splitlines()[-1]
+
+
+def test_a_kept_graph(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(folder, "import=[trouble]", "hooks.trouble={kind: graph}") == 1
+    assert "a result of an earlier step was kept with its graph; keep x.d" in last_line(capsys)
 
 
 def test_a_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

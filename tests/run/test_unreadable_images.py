@@ -119,7 +119,7 @@ def test_a_failed_run_keeps_its_last_line_and_reports_them(folder: Path) -> None
     assert main(["train", *words(folder, "run", *more)]) == 1
     line = read_line(folder / "run")
     assert line.state == "failed"
-    assert line.note.startswith("RUN FAILED at step 8 on rank 0: ZeroDivisionError")
+    assert line.note.startswith("RUN FAILED at step 8 on rank 0: trouble.py:")
     assert line.note.count(SENTENCE) == 1
 
 

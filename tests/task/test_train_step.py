@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 import tiny
 from ranks import run_ranks
-from selftask.batch import Batch
+from selftask.batch import Batch, total
 from selftask.classy import schedulers
 from selftask.config.load import load_config
 from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.data.loading.open_data import open_data
 from selftask.distributed.collectives import all_reduce_mean
+from selftask.errors import UserError
 from selftask.optim.build import build_optimizer
 from selftask.parallel.manual import ManualReduction
 from selftask.registry import METHODS
@@ -96,6 +97,22 @@ def test_updates_that_are_not_counted_are_told_once(
     logged = [text for text in caplog.messages if "optimizer updates" in text]
     expected = f"{updates} optimizer updates in a step that counts 1; schedules, epochs and teach"
     assert [expected in text for text in logged] == ([True] if warned else [])
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (None, "the loss is None; the method must return a scalar tensor"),
+        (0.5, "the loss is 0.5; "),
+        ({}, "the loss is {}; "),
+        (torch.ones(3, requires_grad=True), r"the loss is a tensor \(3,\); "),
+        ({"near": torch.ones((), requires_grad=True), "far": 0.5}, "far is 0.5; "),
+        (torch.ones(()), "the loss has no gradient; "),
+    ],
+)
+def test_what_is_no_loss_is_named(loss: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        total(loss)
 
 
 def test_a_stray_stop_iteration_does_not_end_the_epoch(tmp_path: Path) -> None:

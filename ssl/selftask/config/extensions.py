@@ -113,18 +113,25 @@ def _import(name: str, origin: str, searched: str = _LOOKED) -> str | None:
 def explain_failure(error: Exception) -> str:
     """Format an error as ``failed at mine.py:7: KeyError: 'x'``.
 
-    The line is the last one of the traceback in user or library code.
+    The line is the last one of the traceback in the user's own code.
     """
     reason = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         where = f" at {show_path(Path(error.filename))}:{error.lineno}" if error.filename else ""
         return f"failed{where}: {type(error).__name__}: {error.msg}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_theirs(f.filename)]
-    where = f" at {show_path(Path(frames[-1].filename))}:{frames[-1].lineno}" if frames else ""
+    frames = user_frames(error)
+    where = f" at {place_of(frames[-1])}" if frames else ""
     return f"failed{where}: {type(error).__name__}: {reason}"
 
 
-def _is_theirs(filename: str) -> bool:
-    """Return whether a file in a traceback is user or library code."""
-    ours = str(Path(__file__).resolve().parents[1])
-    return not filename.startswith(("<frozen", ours, str(Path(traceback.__file__).parent)))
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the traceback entries in the user's own code, not in selftask or a library."""
+    ours, standard = Path(__file__).resolve().parents[1], Path(traceback.__file__).parent
+    others = (str(ours), str(standard), "site-packages", "dist-packages", "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not any(part in frame.filename for part in others)]
+
+
+def place_of(frame: traceback.FrameSummary) -> str:
+    """Return ``mine.py:7``."""
+    return f"{show_path(Path(frame.filename))}:{frame.lineno}"

@@ -16,8 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from selftask.config.compose.provenance import show_path
-from selftask.config.extensions import import_entry_points, import_extensions
+from selftask.config.extensions import (
+    import_entry_points,
+    import_extensions,
+    place_of,
+    user_frames,
+)
 from selftask.config.schema import Config
 from selftask.equivalence.trace import RecordedTask, batch_norm_replaced
 from selftask.errors import UserError, message_of
@@ -75,15 +79,11 @@ def work(process: int, legs: list[Leg], config: Config, folder: Path) -> None:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     """Return the message and the last traceback frame, in the user's own code if possible."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(__file__).resolve().parents[1])
-    installed = ("site-packages", "dist-packages", str(Path(traceback.__file__).parent), "<frozen")
-    user_frames = [f for f in frames if not any(part in f.filename for part in (ours, *installed))]
-    last = (user_frames or list(frames))[-1]
+    last = (user_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
     return {
         "message": message_of(error),
         "is_user_error": isinstance(error, UserError),
-        "frame": f"{show_path(Path(last.filename))}:{last.lineno} in {last.name}: {last.line}",
+        "frame": f"{place_of(last)} in {last.name}: {last.line}",
     }
 
 

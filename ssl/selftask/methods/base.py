@@ -20,6 +20,7 @@ from selftask.batch import Batch, Loss
 from selftask.config.schema import Component
 from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed import accelerator
+from selftask.errors import UserError
 from selftask.hooks.base import Hook
 from selftask.hooks.base import Task as Task
 from selftask.methods.frozen import open_frozen, open_trained
@@ -123,6 +124,8 @@ class Method(nn.Module, Hook):
             task: The task, with its config, data and length.
         """
         head = self.build_head(embed_dim(backbone))
+        if not isinstance(head, nn.Module):
+            raise UserError(f"{type(self).__name__}.build_head returned {head!r}, not an nn.Module")
         return Network(backbone, head, per_view=self.per_view)
 
     def setup(self, task: Task) -> None:

@@ -68,12 +68,14 @@ class Registry:
         """Return a decorator that registers a class or function as ``name``.
 
         Raises:
-            UserError: If the name is taken, or a required class attribute or method is missing.
+            UserError: If the name is missing or taken, or a required class attribute or method is missing.
         """
         caller = sys._getframe(1)  # the line of the decorator, as in the index
         here = Address(
             caller.f_globals["__name__"], Path(caller.f_code.co_filename), caller.f_lineno
         )
+        if not isinstance(name, str):  # the decorator was used without parentheses
+            raise UserError(f'give a name: @register_{self.kind}("my_{self.kind}")')
 
         def add(entry: T) -> T:
             taken = self._taken(name, entry, here)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from selftask.config.extensions import place_of, user_frames
 from selftask.errors import RunError, UserError, masked, message_of
 from selftask.logs import LOGGER
 from selftask.logs.events import add_event
@@ -173,9 +174,12 @@ def _os_errors_logged() -> Iterator[None]:
 def explain(error: BaseException) -> str:
     """Return an error's message, with its type unless it is a UserError or RunError.
 
-    If memory or disk space ran out, the message includes advice.
+    If it was raised in the user's own code, the message begins with file and line. If memory or disk space ran out, the message includes advice.
     """
     message = message_of(error)
+    frames = user_frames(error)
+    if frames and not isinstance(error, UserError | RunError):
+        message = f"{place_of(frames[-1])}: {message}"
     if isinstance(error, torch.OutOfMemoryError):
         return (
             "the GPU's memory is full; try a smaller train.batch_size, train.precision=bfloat16 or "
@@ -187,6 +191,8 @@ def explain(error: BaseException) -> str:
         return f"the machine's memory is full; try fewer data.num_workers\n{message}"
     if "DefaultCPUAllocator" in message:  # torch raises a RuntimeError for CPU memory
         return f"the machine's memory is full; try a smaller model or train.batch_size\n{message}"
+    if "backward through the graph a second time" in message:
+        return f"a result of an earlier step was kept with its graph; keep x.detach()\n{message}"
     return message
 
 
