@@ -126,10 +126,15 @@ def explain_failure(error: Exception) -> str:
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the traceback entries in the user's own code, not in selftask or a library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if is_users(frame.filename)]
+
+
+def is_users(filename: str) -> bool:
+    """Return whether a file in a traceback is the user's own code, not selftask or a library."""
     ours, standard = Path(__file__).resolve().parents[1], Path(traceback.__file__).parent
     others = (str(ours), str(standard), "site-packages", "dist-packages", "<")
-    frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if not any(part in frame.filename for part in others)]
+    return not any(part in filename for part in others)
 
 
 def place_of(frame: traceback.FrameSummary) -> str:

@@ -50,9 +50,11 @@ def with_embed_dim(model: nn.Module, name: str, channels: int) -> nn.Module:
         channels: Channels of the images, C.
 
     Raises:
-        UserError: If ``embed_dim`` is missing and the model does not return features (B, E), or if
-            a model of timm returns scores of classes.
+        UserError: If it is no module, if ``embed_dim`` is missing and the model does not return
+            features (B, E), or if a model of timm returns scores of classes.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"backbone {name!r}: build returned {model!r}, not an nn.Module")
     if not isinstance(getattr(model, "embed_dim", None), int):
         model.embed_dim = count_features(model, name, channels)  # type: ignore[assignment]
     elif type(model).__module__.startswith("timm."):

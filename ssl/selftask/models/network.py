@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from selftask.errors import UserError
 from selftask.models.features.extract import extract, pooled
 from selftask.models.features.tokens import Features
 from selftask.random.keyed import LAYER_DRAWS
@@ -94,6 +95,11 @@ class Network(nn.Module):
     def pooled(self, views: Sequence[Tensor]) -> Tensor:
         """Return the pooled features of views of any sizes, (V*B, E); see ``forward_by_size``."""
         features = forward_by_size(self.backbone, views)
+        width = getattr(self.backbone, "embed_dim", features.shape[1])
+        if features.shape[1] != width:
+            raise UserError(
+                f"the backbone returns {features.shape[1]} features, but its embed_dim is {width}"
+            )
         self._passes.append(features.detach())
         return features
 

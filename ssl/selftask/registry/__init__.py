@@ -68,7 +68,8 @@ class Registry:
         """Return a decorator that registers a class or function as ``name``.
 
         Raises:
-            UserError: If the name is missing or taken, or a required class attribute or method is missing.
+            UserError: If the name is missing or taken, or a required class attribute or method is
+                missing.
         """
         caller = sys._getframe(1)  # the line of the decorator, as in the index
         here = Address(

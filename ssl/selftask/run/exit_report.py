@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
 import time
 import traceback
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from selftask.config.extensions import place_of, user_frames
+from selftask.config.compose.provenance import show_path
+from selftask.config.extensions import is_users, place_of, user_frames
 from selftask.errors import RunError, UserError, masked, message_of
 from selftask.logs import LOGGER
 from selftask.logs.events import add_event
@@ -174,10 +176,13 @@ def _os_errors_logged() -> Iterator[None]:
 def explain(error: BaseException) -> str:
     """Return an error's message, with its type unless it is a UserError or RunError.
 
-    If it was raised in the user's own code, the message begins with file and line. If memory or disk space ran out, the message includes advice.
+    If it was raised in the user's own code, the message begins with file and line. If memory or
+    disk space ran out, it includes advice.
     """
     message = message_of(error)
     frames = user_frames(error)
+    if "in DataLoader worker process" in message.partition("\n")[0]:
+        return f"{_cause_in_worker(message)}\n{message}"
     if frames and not isinstance(error, UserError | RunError):
         message = f"{place_of(frames[-1])}: {message}"
     if isinstance(error, torch.OutOfMemoryError):
@@ -194,6 +199,14 @@ def explain(error: BaseException) -> str:
     if "backward through the graph a second time" in message:
         return f"a result of an earlier step was kept with its graph; keep x.detach()\n{message}"
     return message
+
+
+def _cause_in_worker(message: str) -> str:
+    """Return the error of a loader's worker, from the traceback in torch's message."""
+    cause = "; ".join(message.rpartition("\n  ")[2].splitlines()[1:])  # below its last line of code
+    frames = re.findall(r'File "(.+)", line (\d+)', message)
+    places = [f"{show_path(Path(file))}:{line}" for file, line in frames if is_users(file)]
+    return ": ".join([*places[-1:], cause])
 
 
 def _is_of_connection(error: BaseException) -> bool:

@@ -50,6 +50,8 @@ def train_step(component: Component) -> Callable[[Task], None]:
     registered = TRAIN_STEPS[component.name]
     step: Callable[[Task], None]
     step = registered(**component.args) if isinstance(registered, type) else registered
+    if not callable(step):
+        raise UserError(f"train.step: the class {component.name!r} has no method __call__")
     return step
 
 
@@ -209,6 +211,10 @@ def hooks(task: Task) -> dict[str, Any]:
     task.named_hooks = {}
     for key, component in chosen.items():
         task.named_hooks[key] = hook = _build(HOOKS, component, task.out)
+        if not isinstance(hook, classy.ClassyHook):
+            raise UserError(
+                f"hooks.{key}: {type(hook).__name__} must extend selftask.hooks.base.Hook"
+            )
         if component.priority is not None:
             hook.priority = component.priority
     return task.named_hooks | task.added_hooks

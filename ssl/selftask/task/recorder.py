@@ -39,7 +39,11 @@ class Recorder:
 
     def log(self, name: str, value: Any) -> None:
         """Add ``value``, a number or scalar tensor, to the next row; does not synchronize."""
-        self.scalars[self.scope + name] = value
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"log({name!r}): a number is expected, not a tensor {(*value.shape,)}")
+        self.scalars[self.scope + name] = (
+            value.detach() if isinstance(value, Tensor) else float(value)
+        )
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:

@@ -104,6 +104,8 @@ def test_empty_folder_says_what_it_looked_for(tmp_path: Path) -> None:
 def test_missing_folder_names_its_neighbour(tree: Path) -> None:
     with pytest.raises(UserError, match=r"no such folder.*did you mean '.*/train'"):
         build("folder", path=str(tree.parent / "trian" / "deeper"))
+    with pytest.raises(UserError, match=r"data: no folder is given"):
+        build("folder", path="")
 
 
 def test_list_with_labels(tree: Path) -> None:

@@ -40,7 +40,9 @@ class DatasetSource(Source):
                 raise UserError(
                     f"data.dataset: {name} has no {method}; a map-style data set is expected"
                 )
-        if len(dataset) == 0:
+        with explained(f"data.dataset: len({name})"):
+            num_images = len(dataset)
+        if num_images == 0:
             raise UserError(f"data.dataset: {name} has no images")
         self.dataset = dataset
         self.name = name

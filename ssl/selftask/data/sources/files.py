@@ -204,6 +204,8 @@ def is_there(path: str) -> bool:
 
 def _missing(path: str, kind: str) -> str:
     """Return a message such as ``no such folder: a/trian; did you mean 'a/train'?``."""
+    if not path:
+        return f"no {kind} is given"
     if kind_of(path) in ARCHIVES and exists(path):
         return f"{path} is an archive: unpack it and name the folder (a plain .tar can be read)"
     if exists(path):

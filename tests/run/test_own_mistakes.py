@@ -1,0 +1,82 @@
+"""A mistake in a user's own hook, step, transform or backbone is named in the last line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from in_process import train
+
+START = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from selftask.hooks.base import Hook
+from selftask.registry import register_backbone, register_hook, register_train_step
+from selftask.registry import register_transform
+
+"""
+HOOK = '@register_hook("own")\nclass Own(Hook):\n    def on_update(self, task): '
+BACKBONE = """
+@register_backbone("own")
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    width: int = 8
+
+    def build(self, channels=3):
+        module = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        module.embed_dim = 7
+        return
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "chosen", "message"),
+    [
+        (
+            HOOK + "task.log('x', torch.ones(3))",
+            "hooks.own={}",
+            r"own\.py:\d+: ValueError: log\('x'\): a number is expected, not a tensor \(3,\)",
+        ),
+        (HOOK + "task.log('x', '?')", "hooks.own={}", r"own\.py:\d+: ValueError: could not conv.*"),
+        (
+            '@register_hook("own")\nclass Own: ...',
+            "hooks.own={}",
+            "hooks.own: Own must extend selftask.hooks.base.Hook",
+        ),
+        (
+            '@register_train_step("own")\nclass Own: ...',
+            "train.step=own",
+            "train.step: the class 'own' has no method __call__",
+        ),
+        (
+            '@register_transform("own")\nclass Own:\n    def __call__(self, image, rng): 1 / 0',
+            "views.main.transforms=[own, {name: normalize, stats: half}]",
+            r"own\.py:\d+: ZeroDivisionError: division by zero; The image is .*digits.*",
+        ),
+        (BACKBONE + "\n", "backbone=own", "backbone 'own': build returned None, not an nn.Module"),
+        (
+            BACKBONE.rstrip() + " module",
+            "backbone=own",
+            "the backbone returns 3 features, but its embed_dim is 7",
+        ),
+        (
+            "class Own:\n    __getitem__ = None\n    def __len__(self): return 64.0",
+            "data=own:Own",
+            r"data.dataset: len\(own:Own\): 'float' object cannot be .*",
+        ),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(
+    code: str, chosen: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own.py").write_text(START + code)
+    assert train(folder, "import=[own]", chosen, "data.num_workers=1")
+    line = re.sub(r"^(RUN FAILED at step 0 on rank 0|error): ", "", read_last(capsys))
+    assert re.fullmatch(message, line)
+
+
+def read_last(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    return (out + err).splitlines()[-1]
