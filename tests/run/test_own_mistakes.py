@@ -61,11 +61,6 @@ class Own:
             "backbone=own",
             "the backbone returns 3 features, but its embed_dim is 7",
         ),
-        (
-            "class Own:\n    __getitem__ = None\n    def __len__(self): return 64.0",
-            "data=own:Own",
-            r"data.dataset: len\(own:Own\): 'float' object cannot be .*",
-        ),
     ],
 )
 def test_a_mistake_is_named_with_its_line(

@@ -58,6 +58,12 @@ def test_a_clock_that_is_set_back(
     assert re.match(r"RUN finished: 1 steps in \d s", last_line(capsys))
 
 
+def test_a_folder_in_place_of_the_log(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run/log.txt").mkdir(parents=True)
+    assert train(folder) == 2
+    assert "run: the log cannot be opened: [Errno 21] Is a dir" in capsys.readouterr().err
+
+
 def test_export_to_what_is_no_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(folder, "train.stop_at=1") == 75
     (folder / "a_file").write_text("")

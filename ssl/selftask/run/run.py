@@ -29,7 +29,7 @@ from selftask.distributed.device import keep_freed_memory, precision_advice
 from selftask.distributed.garbage import usually_collected
 from selftask.distributed.local_process import raise_limit_of_open_files
 from selftask.distributed.world import STOP_SIGNALS, read_world
-from selftask.errors import RunError, UserError
+from selftask.errors import RunError, UserError, explained
 from selftask.evaluate.online import check_evaluations, evaluate_task
 from selftask.files.replace import write_durably
 from selftask.logs import DETAIL, LOGGER, events
@@ -97,7 +97,8 @@ def run_task(task: Task, *, raises: bool = False) -> int:
         locked(config.out, first=world.rank == 0, alone=world.size == 1),
         mirrored(config.out, task.out, fetched) as upload,
     ):
-        start_log(task.out, world.rank)
+        with explained(f"out={config.out}: the log cannot be opened", OSError):
+            start_log(task.out, world.rank)
         if world.rank == 0:
             if config.resume.checkpoint == "never":
                 (task.out / events.NAME).unlink(missing_ok=True)  # of the run that was here
