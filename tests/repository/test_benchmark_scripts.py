@@ -46,6 +46,15 @@ def test_all_scripts_are_here() -> None:
     assert scripts == {*SMALLEST} | NEEDS_DATA
 
 
+def test_options_of_compared_methods_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of ``method_step``, also if the other library is not installed."""
+    monkeypatch.syspath_prepend(BENCH)
+    method_step = importlib.import_module("method_step")
+    for contests in method_step.CONTESTS.values():
+        for name, contest in contests.items():
+            method_step.load_contest(name, contest, 32, "auto", tmp_path)
+
+
 @pytest.mark.slow
 def test_a_training_from_files_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """selftask's side of ``end_to_end``, without other libraries."""

@@ -118,7 +118,8 @@ class _TaskInMemory(Task):
             if not isinstance(views, dict):
                 views = {"main": views if isinstance(views, list) else [views]}
             key = keys[number % len(keys)]  # in memory, as the views
-            yield Batch(views=views, labels=labels, index=labels, key=key, number=number)
+            rows = {"labels": labels, "index": labels, "key": key, "draws": self.stamped.draws}
+            yield Batch(views=views, number=number, **rows)
 
 
 class _Images(Source):

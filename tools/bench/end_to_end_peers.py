@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
-from method_parts import PARTS
+import method_parts
 
 SGD = {"lr": 0.01, "momentum": 0.9}
 ADAMW = {"lr": 1e-4, "weight_decay": 0.05}
@@ -39,7 +39,7 @@ class Contest:
 
     @property
     def parts(self) -> dict[str, Any]:
-        return PARTS[self.method]
+        return method_parts.CONTESTS["lightly"][self.method].parts
 
     @property
     def crops(self) -> tuple[float, int] | None:

@@ -159,6 +159,8 @@ _BUILD = {"bench_conv": Conv, "resnet18": _resnet18, "bench_vit": _vit_tiny}
 class Stamped:
     """``steps`` batches as pairs (input, target); records wall and CPU time at each request."""
 
+    draws: dict[str, Any] = {}  # of views, for methods that ask for them
+
     def __init__(self, model: Model, steps: int) -> None:
         self.pool = [_pair(model, sample) for sample in model.batches()]
         self.steps = steps
