@@ -197,7 +197,7 @@ def test_knn_neighbors_are_of_the_test_classes() -> None:
         KNN(k=[100], only_test_classes=True)(train, test)
 
 
-def test_more_neighbours_than_there_are_is_refused() -> None:
+def test_more_neighbors_than_there_are_is_refused() -> None:
     data = _set(10, 0)
     with pytest.raises(UserError, match="k: 11 neighbors are asked for, and there are 10 images"):
         KNN(k=[5, 11])(data, _set(5, 1))

@@ -30,7 +30,7 @@ def _task(backbone: Any = _vit, **config: Any) -> MiniTask:
     return MiniTask("data2vec", {**SMALL, **config}, backbone=backbone, sizes=(8,), lr=0.1)
 
 
-def test_targets_are_the_normalised_top_blocks_of_the_teacher() -> None:
+def test_targets_are_the_normalized_top_blocks_of_the_teacher() -> None:
     """Section 3.3, with the outputs of the blocks seen by hooks."""
     task = _task().run(2)
     seen: list[Tensor] = []

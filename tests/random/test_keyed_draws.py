@@ -74,7 +74,7 @@ def test_draws_are_uniform(seed: int, epoch: int) -> None:
     assert float(draws.mean(dim=0).std()) == pytest.approx(1 / math.sqrt(24000), rel=0.15)
 
 
-def test_neighbours_in_every_name_are_independent() -> None:
+def test_neighbors_in_every_name_are_independent() -> None:
     """Pairs fill the unit square evenly: next place, next sample, next epoch, next seed."""
     index = torch.arange(4000)
     here = uniform(0, keys(0, index), 100)

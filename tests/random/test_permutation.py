@@ -96,7 +96,7 @@ def test_positions_are_uniform(kind: Any, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_neighbours_are_unrelated(n: int) -> None:
+def test_neighbors_are_unrelated(n: int) -> None:
     """Differences of adjacent entries modulo n: each of 1..n-1 as likely, in a true permutation."""
     cells, epochs = 64, min(600, max(1, 200_000 // n))
     edges = np.linspace(1, n, cells + 1).round().astype(int)

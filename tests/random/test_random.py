@@ -191,7 +191,7 @@ def test_splitmix64_mixes_each_bit_into_all(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_neighbouring_streams_fill_the_unit_square(name: str) -> None:
+def test_neighboring_streams_fill_the_unit_square(name: str) -> None:
     """Draws of two streams whose keys differ by one in ``name`` are uniform and independent."""
     place, count = NAMES.index(name), 4000
     zeros = np.zeros(count, dtype=np.int64)

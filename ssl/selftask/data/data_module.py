@@ -240,8 +240,8 @@ class DataModule:
     def test_batches(self) -> Iterator[Batch]:
         """Yield batches of ``data.val`` with extras and one view, ``eval``.
 
-        The view is that of ``test_samples``. Every rank has the same number of batches, as losses
-        over all ranks require.
+        The view is made as in ``test_samples``. Every rank has the same number of batches, as
+        losses over all ranks require.
         """
         source = self.val_source
         assert source is not None

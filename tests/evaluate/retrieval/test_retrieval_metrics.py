@@ -176,7 +176,7 @@ class Map(nn.Module):
         return Features(self(images), from_map(images), {})
 
 
-def test_scales_are_averaged_after_normalisation() -> None:
+def test_scales_are_averaged_after_normalization() -> None:
     image = torch.rand(1, 3, 24, 36, generator=torch.Generator().manual_seed(0))
     options = DescriptorOptions(pool="gem", scales=[1.0, 0.5])
     model = Descriptors(Map(), options, torch.device("cpu"))

@@ -13,8 +13,8 @@ from selftask.models.features.tokens import resample
 def interpolate_positions(module: nn.Module, key: str, positions: Tensor) -> Tensor | None:
     """Resize the positions of a pretrained transformer to the grid of ``module``.
 
-    Bicubic with antialiasing, as when timm loads its own weights. Positions of prefix tokens are
-    unchanged.
+    The interpolation is bicubic with antialiasing, as when timm loads its own weights. Positions of
+    prefix tokens are unchanged.
 
     Args:
         module: A VisionTransformer of timm or torchvision.
