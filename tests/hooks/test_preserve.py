@@ -85,7 +85,7 @@ def test_value_and_gradient_are_those_of_the_cosine(tmp_path: Path) -> None:
     torch.testing.assert_close(batch.added_terms["preserve"], 2 * wanted, atol=1e-5, rtol=1e-5)
     for name, parameter in backbone.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3)
-    batch.local_loss = torch.tensor(1.0)
+    batch.local_loss = torch.tensor(1.0, requires_grad=True)
     torch.testing.assert_close(batch.local_loss, 1 + batch.added_terms["preserve"])
     assert set(batch.terms) == {"preserve"}
     task.close()
