@@ -100,11 +100,11 @@ def select(pairs: list[Pair], seed: str) -> list[Pair]:
     ages = {
         method: newest_change(ledger.own_files(method)) for method in {p.method for p in changed}
     }
-    changed.sort(key=lambda pair: -ages[pair.method])
 
     def drawn(pair: Pair) -> str:
         return hashlib.sha256(f"{seed} {pair.method} {pair.proof}".encode()).hexdigest()
 
+    changed.sort(key=lambda pair: (-ages[pair.method], drawn(pair)))
     engine = sorted((p for p in pairs if states[p] == "engine changed"), key=drawn)
     proved = sorted((p for p in pairs if states[p] == "proved"), key=drawn)
     return [*changed, *engine, *proved[:PICKS]]
