@@ -18,7 +18,7 @@ import tiny
 from selftask.config.load import load_config
 from selftask.config.schema import Component
 from selftask.data.loading.open_data import open_data
-from selftask.models.build import build_backbone, check_backbone
+from selftask.models.build import build_backbone, check_backbone, with_embed_dim
 from selftask.models.features.extract import extract
 from selftask.models.network import Network, forward_by_size
 from selftask.task import Task
@@ -93,7 +93,7 @@ def backbones() -> dict[str, nn.Module]:
     return {
         "resnet": torchvision.models.resnet18(num_classes=4),
         "vit": vit,
-        "swin": swin(SWINS[0], 32, dynamic_img_size=True),
+        "swin": with_embed_dim(swin(SWINS[0], 32, dynamic_img_size=True), "swin", 3),
     }
 
 

@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from in_process import train
+
+from selftask.run.exit_report import explain
 
 START = """
 from dataclasses import dataclass
@@ -70,6 +73,12 @@ def test_a_mistake_is_named_with_its_line(
     assert train(folder, "import=[own]", chosen, "data.num_workers=1")
     line = re.sub(r"^(RUN FAILED at step 0 on rank 0|error): ", "", read_last(capsys))
     assert re.fullmatch(message, line)
+
+
+def test_a_loss_without_a_gradient_is_named() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.ones(()).backward()
+    assert explain(raised.value).startswith("the loss has no gradient; ")
 
 
 def read_last(capsys: pytest.CaptureFixture[str]) -> str:

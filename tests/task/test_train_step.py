@@ -107,7 +107,6 @@ def test_updates_that_are_not_counted_are_told_once(
         ({}, "the loss is {}; "),
         (torch.ones(3, requires_grad=True), r"the loss is a tensor \(3,\); "),
         ({"near": torch.ones((), requires_grad=True), "far": 0.5}, "far is 0.5; "),
-        (torch.ones(()), "the loss has no gradient; "),
     ],
 )
 def test_what_is_no_loss_is_named(loss: Any, message: str) -> None:

@@ -198,6 +198,8 @@ def explain(error: BaseException) -> str:
         return f"the machine's memory is full; try a smaller model or train.batch_size\n{message}"
     if "backward through the graph a second time" in message:
         return f"a result of an earlier step was kept with its graph; keep x.detach()\n{message}"
+    if "does not require grad and does not have a grad_fn" in message:
+        return f"the loss has no gradient; compute it from the output, without detach\n{message}"
     return message
 
 
