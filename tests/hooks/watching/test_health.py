@@ -67,6 +67,22 @@ def test_a_learning_rate_that_is_lost_in_rounding(
     assert "so it is far too small or no gradient arrives: raise optimizer.lr" in message
 
 
+def test_a_layer_that_a_forward_pass_creates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = SmallResNet.forward
+
+    def creating(self: SmallResNet, x: torch.Tensor) -> torch.Tensor:
+        features = forward(self, x)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        return features * self.scale
+
+    monkeypatch.setattr(SmallResNet, "forward", creating)
+    train(tmp_path, "simclr", 4, "train.log_every=2")
+    (message,) = [text for text in warnings(caplog.records) if "created" in text]
+    assert message.startswith("step 2: a forward pass has created network.backbone.scale: not")
+
+
 def test_a_network_whose_output_is_detached(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.config.fields import setting
+from selftask.errors import join_some
 from selftask.hooks.base import Hook, Task
 from selftask.hooks.gradients.trained import parameters_of_optimizers, updated_parameters
 from selftask.hooks.watching.limits import (
@@ -53,10 +54,14 @@ class Health(Hook):
 
     def __post_init__(self) -> None:
         self.warned: set[str] = set()
+        self.parameters: set[str] | None = None  # names at the start, until they are compared
         self.before: Tensor | None = None  # values of the weights before this step
         self.moved = False  # whether the weights have changed in a logged step
         self.is_reached = False  # whether a gradient has reached the backbone
         self.ratios: list[float] = []  # the first and the smallest chance_ratio of the run
+
+    def on_start(self, task: Task) -> None:
+        self.parameters = _parameters(task)
 
     def on_backward(self, task: Task) -> None:
         if not task.should_log:
@@ -70,6 +75,7 @@ class Health(Hook):
     def on_update(self, task: Task) -> None:
         if not task.should_log:
             return
+        self._check_parameters(task)
         ratio = self._log_loss(task)
         self._check_weights(task, ratio)
         embedding = getattr(task.base_model, "embedding", None)
@@ -105,6 +111,19 @@ class Health(Hook):
                 "weaker views.*.transforms",
             )
         return ratio
+
+    def _check_parameters(self, task: Task) -> None:
+        """Warn if a forward pass has created parameters, which no optimizer knows."""
+        before, self.parameters = self.parameters, None
+        if before is None:
+            return
+        if created := sorted(_parameters(task) - before):
+            self._warn(
+                task,
+                "parameters",
+                f"a forward pass has created {join_some(created)}: not trained, and a resume "
+                "fails. Create modules and parameters in __init__ or build_head",
+            )
 
     def _check_gradients(self, task: Task) -> None:
         """Warn if no trained parameter of the backbone has a gradient: its output is detached."""
@@ -170,6 +189,15 @@ class Health(Hook):
         if kind not in self.warned:
             self.warned.add(kind)
             log.warning("step %d: %s", task.steps_done + 1, text, extra={"about": kind})
+
+
+def _parameters(task: Task) -> set[str]:
+    """Return the names of the parameters of the network and the method."""
+    return {
+        f"{name}.{parameter}"
+        for name, module in task.trained
+        for parameter, _ in module.named_parameters()
+    }
 
 
 def _peak(task: Task) -> float:
