@@ -357,7 +357,7 @@ def train_dataset(
 
 
 def _recorder(config: Config, views: Views) -> DrawRecorder | None:
-    """Return a recorder of the groups whose draws the recipe or method requests, or None."""
+    """Return a recorder of views' random draws; None if neither recipe nor method needs it."""
     boxes = "boxes" in required(config.method.name)
     asked = [name for name, group in config.views.items() if group.draws or boxes]
     return DrawRecorder(views, config.views, asked) if asked else None

@@ -163,7 +163,7 @@ class ODC(ClusteredImages):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Update memory and labels of the images of the step, and at times the centroids."""
+        """Update memory and labels of the step's images; renew the centroids if it is time."""
         for index, features in self.take_pending():
             self.memory.update(index, features, self.config.momentum)
             everywhere = all_gather_cat(index)  # (W * B,)

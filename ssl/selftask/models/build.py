@@ -50,8 +50,8 @@ def with_embed_dim(model: nn.Module, name: str, channels: int) -> nn.Module:
         channels: Channels of the images, C.
 
     Raises:
-        UserError: If it is no module, if ``embed_dim`` is missing and the model does not return
-            features (B, E), or if a model of timm returns scores of classes.
+        UserError: If the model is not a module, if ``embed_dim`` is missing and the model does not
+            return features (B, E), or if a model of timm returns scores of classes.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"backbone {name!r}: build returned {model!r}, not an nn.Module")

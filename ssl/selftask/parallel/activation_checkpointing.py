@@ -37,9 +37,10 @@ def _checkpointed(kind: Any) -> Any:
             return kind.forward(self, *args, **kwargs)
         more: dict[str, Any] = {}
         inner, meter = partial(kind.forward, self), cast(Any, self._meter)
-        # draws and visible patches of this pass, which a compiled graph contains
-        has_state = LAYER_DRAWS.words is not None or VISIBLE.indices is not None
-        has_state = has_state and not torch.compiler.is_compiling()
+        # A compiled graph contains the draws and visible patches of its pass.
+        has_state = not torch.compiler.is_compiling() and (
+            LAYER_DRAWS.words is not None or VISIBLE.indices is not None
+        )
         if _statistics(self) or meter is not None or has_state:
             more["context_fn"] = partial(_contexts, self)
         if meter is not None:

@@ -299,7 +299,7 @@ def is_run(folder: Path) -> bool:
 
 
 def time_of(event: Mapping[str, Any]) -> datetime | None:
-    """Return the time of an event in the time zone of this machine, or None if it has none."""
+    """Return the time of an event in this machine's time zone, or None if the event has no time."""
     try:
         return datetime.fromisoformat(event["time"]).astimezone()
     except (KeyError, ValueError, OverflowError):

@@ -176,8 +176,8 @@ def _os_errors_logged() -> Iterator[None]:
 def explain(error: BaseException) -> str:
     """Return an error's message, with its type unless it is a UserError or RunError.
 
-    If it was raised in the user's own code, the message begins with file and line. If memory or
-    disk space ran out, it includes advice.
+    The message begins with file and line if the error was raised in the user's own code. It
+    includes advice if memory or disk space ran out, and for common mistakes with gradients.
     """
     message = message_of(error)
     frames = user_frames(error)

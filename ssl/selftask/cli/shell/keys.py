@@ -78,7 +78,7 @@ def _names_in(words: list[str]) -> dict[str, str]:
 
 
 def completions_of(key: str, named: dict[str, str]) -> Completions:
-    """Return the possible values and inner keys of a dotted key; an unknown key has none.
+    """Return the possible values and inner keys of a dotted key; nothing if the key is unknown.
 
     Args:
         key: The key; empty for the whole config.

@@ -34,7 +34,7 @@ _REPLACEMENT = 0x7265706C  # "repl": separates these hashes from other uses of t
 
 
 class Dataset(ABC):
-    """Base class of the loader's datasets: samples by key, and their collation."""
+    """Base class of the loader's datasets, which read samples by key and collate them."""
 
     source: Source
     makes_views_on_device = False  # True: the loader may make the next batch's views ahead

@@ -100,7 +100,7 @@ class RandomChoice(Nested):
 
     @cached_property
     def pipelines(self) -> list[Compose]:
-        """Pipeline of each choice."""
+        """Pipelines, one for each choice."""
         return [Compose(_build(choice), self.channels) for choice in self.choices]
 
     @cached_property
