@@ -62,8 +62,8 @@ setup(
     },
     ext_modules=[AUGMENT],
     install_requires=[
-        "torch>=2.12.1",  # before 2.10, weights_only=True can corrupt memory: CVE-2026-24747
-        "torchvision>=0.27.1",  # before 0.26, `elastic` differs from it on oblong images
+        "torch>=2.10",  # before, weights_only=True can corrupt memory: CVE-2026-24747
+        "torchvision>=0.25",  # of torch 2.10
         "classy-vision>=0.7.0",
         "fvcore>=0.1.5.post20221221",
         "iopath>=0.1.9",
