@@ -90,7 +90,10 @@ class CAE(KeptPatches):
         """Weight of the squared difference of features, w."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Open the tokenizer, and build the network with MAE's initial weights unless loaded."""
+        """Open the tokenizer, and build the network with MAE's initialization.
+
+        A backbone that ``init`` loads keeps its weights.
+        """
         grid = adapter_of(backbone).built_grid
         self.num_kept(grid)
         self.tokenizer = open_tokenizer(self, task)
@@ -113,7 +116,7 @@ class CAE(KeptPatches):
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the two terms of the loss, means over patches.
 
-        ``output.prediction``: ``MaskedPredictions``.
+        ``output.prediction`` is a ``MaskedPredictions``.
         """
         features, scores, targets = output.prediction
         tokens = F.cross_entropy(scores.flatten(0, 1), batch["tokens"].flatten())

@@ -152,7 +152,7 @@ class CAPI(MaskedPatches, EMATeacher):
         return [GroupRule(match="loss.clusters", lr=self.config.cluster_lr, weight_decay=0.01)]
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
-        """Show a rectangle, and choose the patches to predict among the others."""
+        """Keep the patches of a random rectangle, and draw the ones to predict from the others."""
         self.check_grid(grid)
         num_hidden, num_patches = self.num_hidden(grid), grid[0] * grid[1]
         draws = uniform(seed, key, 3 + num_patches)

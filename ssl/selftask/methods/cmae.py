@@ -111,7 +111,7 @@ class CMAE(MAE, EMATeacher):
         task.last_batch["target"] = self.teacher(task.last_batch.all_views[1])  # (B, D)
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:  # type: ignore[override]
-        """Return MAE's terms, and ``image_contrast``; ``output.prediction``: ``Predictions``."""
+        """Return MAE's terms and ``image_contrast``; ``output.prediction`` is a ``Predictions``."""
         config = self.config
         contrast = contrast_loss(
             output.prediction.image, batch["target"], temperature=config.temperature
@@ -127,10 +127,9 @@ class CMAE(MAE, EMATeacher):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of MAE's chance and of equal similarities: 1 + ``contrast_weight`` * 2 *
-        ``temperature`` * ln(batch).
+        """MAE's chance loss, plus that of equal similarities; None if MAE's is None.
 
-        None if MAE's chance loss is None.
+        The latter is ``contrast_weight`` * 2 * ``temperature`` * ln(batch).
         """
         pixels, config = super().chance_loss, self.config
         if pixels is None:

@@ -207,7 +207,7 @@ class Data2Vec2(MaskedPatches, EMATeacher):
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the terms, means over masks and images; ``class_token`` only if it has a weight.
 
-        ``output.prediction``: ``Predictions``.
+        ``output.prediction`` is a ``Predictions``.
         """
         targets, predicted = batch["targets"], output.prediction
         distance = scaled_distance(predicted.patches, targets)  # (M, B, N)

@@ -111,7 +111,7 @@ class DenseCL(MomentumContrast, EMATeacher):
             self.pending.append((key.image, mean))
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the two terms of eq. 3; ``output.prediction``: ``Predictions``."""
+        """Return the two terms of eq. 3; ``output.prediction`` is a ``Predictions``."""
         config, key, query = self.config, batch["key"], output.prediction
         single = info_nce(
             query.image[None],

@@ -109,7 +109,7 @@ class EsViT(DINO):
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the terms of the loss, averaged over pairs of a global and another view.
 
-        ``output.prediction``: ``Predictions``.
+        ``output.prediction`` is a ``Predictions``.
         """
         predicted, weight = output.prediction, self.config.region_weight
         terms = super().forward(predicted.images, batch)

@@ -58,7 +58,10 @@ class MILAN(KeptPatches):
         """Vision transformer with a class token, such as CLIP's vision tower."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Open the teacher, and build the network with MAE's initial weights unless loaded."""
+        """Open the teacher, and build the network with MAE's initialization.
+
+        A backbone that ``init`` loads keeps its weights.
+        """
         grid = adapter_of(backbone).built_grid
         self.num_kept(grid)
         trained = self.open_trained("teacher", task)

@@ -86,7 +86,7 @@ class SeLa(Method):
         self.renewals = renewal_epochs(config.num_renewals, task.length.num_epochs)
 
     def on_phase_start(self, task: Task) -> None:
-        """Renew the labels, unless the run was resumed within the epoch."""
+        """Renew the labels in the epochs of ``renewals``, unless resumed within the epoch."""
         clock = task.clock
         if task.train and clock.batch_in_epoch == 0 and clock.epoch in self.renewals:
             before = self.labels.clone()

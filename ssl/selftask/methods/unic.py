@@ -146,7 +146,7 @@ class UNIC(Method):
         """Build a student with heads for each teacher.
 
         Raises:
-            UserError: If it lacks patches, if needed, or the layers of the ladder.
+            UserError: If the student lacks layers of the ladder, or patches that the loss needs.
         """
         self.check_student(backbone)
         config, width = self.config, embed_dim(backbone)
@@ -172,7 +172,7 @@ class UNIC(Method):
             )
 
     def check_student(self, backbone: nn.Module) -> None:
-        """Raise UserError if the student lacks patches, if needed, or the layers of the ladder."""
+        """Raise UserError if it lacks layers of the ladder, or patches that the loss needs."""
         kind, ladder = type(backbone).__name__, self.config.ladder
         if "patches" in self.kinds and "dense" not in offers(backbone):
             raise UserError(

@@ -137,7 +137,7 @@ class VQKD(Method):
             self.pending.append((coded.units.detach().flatten(0, 1), coded.codes.flatten()))
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return both terms of eq. 3, means over patches; ``output.prediction``: ``Coded``."""
+        """Return both terms of eq. 3, means over patches; ``output.prediction`` is a ``Coded``."""
         coded = output.prediction
         reconstruction, commitment = vqkd_terms(
             coded.reconstruction, batch["targets"], coded.units, coded.nearest

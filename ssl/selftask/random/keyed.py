@@ -182,7 +182,7 @@ class LayerDraws:
         self._next_view = 0
 
     def enter_next(self, rows: int) -> None:
-        """Set the words for a forward pass of ``rows`` images, the next views of a call.
+        """Set the words for the next forward pass of a network call, over ``rows`` images.
 
         If ``rows`` is not a multiple of the number of samples, the words do not change, and dropout
         layers warn.

@@ -47,7 +47,10 @@ class Request:
         return [path for path in paths if fnmatch(str(step_of(path)), pattern)]
 
     def overrides(self, evaluations: list[str]) -> list[str]:
-        """Return the config overrides for these evaluations, with complete keys."""
+        """Return config overrides that select these evaluations and set their options.
+
+        ``knn.k=10`` becomes ``eval.evaluations.knn.k=10``; other words are kept.
+        """
         asked = ", ".join(f"{name}: {{}}" for name in evaluations)
         of_evaluations = {word for word in self.words if word.partition(".")[0] in self.evaluations}
         rest = [word for word in self.words if word not in of_evaluations]

@@ -32,7 +32,7 @@ def trained_teacher(
 
 
 def open_tokenizer(method: Method, task: Task) -> TokenTargets:
-    """Return ``method.tokenizer``: the user's own class, or the scores of a trained network.
+    """Open the tokenizer of the config: the user's own class, or the scores of a trained network.
 
     Raises:
         UserError: If the tokenizer does not exist, or gives no tokens.

@@ -309,9 +309,9 @@ def initialize_network(
     task: Task,
     initialize: Callable[[nn.Module], None] = initialize_as_mae,
 ) -> None:
-    """Give a head, and a backbone unless ``init`` loads its weights, their initial weights.
+    """Initialize a head, and a backbone whose weights ``init`` does not load.
 
-    The backbone also gets fixed sine-cosine positions.
+    Such a backbone also gets fixed sine-cosine positions.
     """
     initialize(head)
     if task.config.init.backbone is None:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 @register_backbone("causal_vit")
 @dataclass(frozen=True, kw_only=True)
 class CausalViT:
-    """A start token, then patches row by row, which attend to earlier ones; iGPT-S by default.
+    """Causal transformer: patches attend to a start token and earlier patches; iGPT-S by default.
 
-    The output is the mean of the patches.
+    Patches are ordered row by row. The output is their mean.
     """
 
     offers = ("dense", "hidden", "tokens", "subset", "attention", "groups")

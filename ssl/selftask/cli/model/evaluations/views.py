@@ -21,7 +21,7 @@ views=10      number of views of each image (50 in the paper)
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print the measures, and append them to the run's ``evaluations.jsonl``."""
+    """Measure views of images, print the measures, and append them to ``evaluations.jsonl``."""
     from selftask.evaluate.view_measures import ViewMeasures, measure_views
 
     return print_measured("views", argv, USAGE, ViewMeasures, measure_views)
