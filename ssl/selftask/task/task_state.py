@@ -225,37 +225,49 @@ def resume(task: Task) -> bool:
             for further checkpoints.
     """
     _check_space(task)
-    folder = task.out / "checkpoints"
     asked = task.resume_from or asked_checkpoint(task.config)
-    checkpoint = store.find(asked, folder, partial(_read, task))
-    if checkpoint is not None:
-        _check_data(task, *checkpoint)
-        try:
-            task.load_state_dict(checkpoint[0])
-        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{checkpoint[1]} does not fit: it is of another method, network or optimizer than "
-                f"the config; use another out=, or another resume=\n{error}"
-            ) from error
-    else:
+    found = store.find(asked, task.out / "checkpoints", partial(_read, task))
+    if found is None:
         task.data_module.restore_unreadable({})  # of an earlier run in this folder
+    else:
+        _load(task, *found)
     barrier()  # all ranks have read the checkpoint
-    if task.rows is not None:  # drop rows after the checkpoint, or all without one of this run
-        rotation.archive(folder, task.steps_done if checkpoint else -1)
-        rows_bytes = 0
-        if checkpoint and checkpoint[1].resolve().parent == folder.resolve():
-            rows_bytes = checkpoint[0]["metrics_bytes"]
-        task.rows.cut(rows_bytes)
-    if checkpoint is None:
+    _discard_later(task, found)
+    if found is None:
         return False
+    state, path = found
     task.begun_at = task.steps_done
     task.run_hooks("after_load")
-    log.info("resumed from %s: step %d, epoch %d", checkpoint[1], task.steps_done, task.clock.epoch)
+    log.info("resumed from %s: step %d, epoch %d", path, task.steps_done, task.clock.epoch)
     if not task.clock.done and task.resume_from is None:  # not finished, and no rollback
-        task.event("resume", f"resumed from {checkpoint[1]}", epoch=task.clock.epoch)
-    _log_new_length(task, checkpoint[0])
-    _log_new_statistics(task, checkpoint[0])
+        task.event("resume", f"resumed from {path}", epoch=task.clock.epoch)
+    _log_new_length(task, state)
+    _log_new_statistics(task, state)
     return True
+
+
+def _load(task: Task, state: dict[str, Any], path: Path) -> None:
+    """Restore a checkpoint; raise UserError if it does not fit the config or the data."""
+    _check_data(task, state, path)
+    try:
+        task.load_state_dict(state)
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} does not fit: it is of another method, network or optimizer than the config; "
+            f"use another out=, or another resume=\n{error}"
+        ) from error
+
+
+def _discard_later(task: Task, found: tuple[dict[str, Any], Path] | None) -> None:
+    """Archive checkpoints after the one found, and drop rows that are not part of its run."""
+    if task.rows is None:
+        return
+    folder = task.out / "checkpoints"
+    rotation.archive(folder, -1 if found is None else task.steps_done)
+    rows_bytes = 0
+    if found is not None and found[1].resolve().parent == folder.resolve():
+        rows_bytes = found[0]["metrics_bytes"]
+    task.rows.cut(rows_bytes)
 
 
 def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
