@@ -7,17 +7,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from selftask.checkpoint.rotation import checkpoints
-from selftask.config.checks.locations import uses_newest
+from selftask.checkpoint.rotation import resumes
 from selftask.config.schema import Config
 from selftask.errors import UserError, shorten
-from selftask.files.paths import exists
 from selftask.files.received import UnreadableFile
 from selftask.files.yaml_file import read_yaml
 
-_SECTIONS = ("method", "data", "backbone", "optimizer", "init", "views")  # in the order of messages
-_TRAIN = ("batch_size", "accumulate", "seed", "precision", "step")
-_PARALLEL = ("sync_batch_norm", "grad_compression")
+_SECTIONS = ("method", "data", "backbone", "optimizer", "init", "train", "parallel", "views")
+"""Sections that determine the result, in the order in which differences are listed."""
+_FIXED_KEYS = {
+    "train": ("batch_size", "accumulate", "seed", "precision", "step"),
+    "parallel": ("sync_batch_norm", "grad_compression"),
+}
+"""Keys that determine the result, for sections in which the others do not."""
 _TRAIN_MAY_CHANGE = (
     *("on_nan", "grad_scaler", "matmul_precision", "cudnn_tf32", "deterministic"),
     *("compile", "compile_options", "device"),
@@ -28,20 +30,15 @@ _DATA_MAY_CHANGE = (
 )
 
 
-def resumes(config: Config, out: Path) -> bool:
-    """Return whether training would resume from the newest checkpoint of a run in ``out``."""
-    has_run = exists(out / "config.yaml") and checkpoints(out / "checkpoints")
-    return bool(has_run) and uses_newest(config)
-
-
-def check_same_run(config: Config, out: Path) -> None:
-    """Raise UserError if training would resume a run in ``out`` that has another config.
+def check_same_run(config: Config) -> None:
+    """Raise UserError if training would resume a run in its folder that has another config.
 
     The length of the run may change (train.epochs, train.max_steps). So may settings that do not
     affect the result: logging, checkpoints, hooks, evaluations, device, workers.
     """
-    if not resumes(config, out):
+    if not resumes(config):
         return
+    out = config.out_folder
     before, now = _fixed(_saved_config(out)), _fixed(config.to_dict())
     if config.train.precision == "auto":  # the task settles it, and is checked once more
         del before["train"]["precision"], now["train"]["precision"]
@@ -54,9 +51,9 @@ def check_same_run(config: Config, out: Path) -> None:
         )
 
 
-def allowed_changes(config: Config, out: Path) -> list[str]:
+def allowed_changes(config: Config) -> list[str]:
     """Return the changed settings that may affect the result but do not prevent a resume."""
-    if not resumes(config, out):
+    if not resumes(config):
         return []
     before, now = (
         {
@@ -64,7 +61,7 @@ def allowed_changes(config: Config, out: Path) -> list[str]:
             "parallel": values.get("parallel"),
             "hooks": values.get("hooks"),
         }
-        for values in (_saved_config(out), config.to_dict())
+        for values in (_saved_config(config.out_folder), config.to_dict())
     )
     return [*changes(before, now, "")]
 
@@ -78,9 +75,9 @@ def _saved_config(out: Path) -> dict[str, Any]:
     saved = out / "config.yaml"
     with suppress(UnreadableFile):
         config = read_yaml(saved)
-        sections = (*_SECTIONS, "train", "parallel", "hooks")
+        sections = (*_SECTIONS, "hooks")
         if isinstance(config, dict) and all(
-            isinstance(config.get(s) or {}, dict) for s in sections
+            isinstance(config.get(section) or {}, dict) for section in sections
         ):
             return config
     raise UserError(
@@ -94,10 +91,8 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
     fixed = {section: dict(config.get(section) or {}) for section in _SECTIONS}
     for key in _DATA_MAY_CHANGE:
         fixed["data"].pop(key, None)
-    for section, keys in (("train", _TRAIN), ("parallel", _PARALLEL)):
-        values = config.get(section) or {}
-        fixed[section] = {key: values.get(key) for key in keys}
-    fixed["views"] = fixed.pop("views")  # last, since messages list the first differences
+    for section, keys in _FIXED_KEYS.items():
+        fixed[section] = {key: fixed[section].get(key) for key in keys}
     return fixed
 
 

@@ -60,7 +60,7 @@ from selftask.task.unreadable_images import UnreadableImages
 def run(config: Config, sources: Sources) -> int:
     """Train or resume the run of ``config`` on ``sources``; return the exit code."""
     fetch_out(config, read_world())
-    check_same_run(config, config.out_folder)
+    check_same_run(config)
     if Status(config).says_finished():
         done = f"RUN finished already: {config.out} is complete"
         print(f"{done}; another out= or resume=never starts anew")
@@ -83,7 +83,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     """
     config, world = task.config, task.world
     fetched = fetch_out(config, world)
-    check_same_run(config, task.out)
+    check_same_run(config)
     sources = task.sources or open_data(config.data)
     check_backbone(config, channels_of(sources.train))
     labels = check_evaluations(config, sources)
@@ -109,7 +109,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
                 LOGGER.info("out: no locks there: a run on another machine is not noticed")
             if world.rank == 0 and (lost := Status(config).close_lost()):
                 LOGGER.warning("the attempt before: %s", lost)
-            for change in allowed_changes(config, task.out) if world.rank == 0 else ():
+            for change in allowed_changes(config) if world.rank == 0 else ():
                 LOGGER.info("config: %s", change)
             _log_opening(task, sources, labels)
             for line in init_lines:

@@ -135,7 +135,7 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
         base = Path(config.out)
         config = replace(config, out=str(base / point.name))
         sampler = check_data(config, open_data(config.data).train)
-        check_same_run(config, config.out_folder)
+        check_same_run(config)
         return base, config, sampler.num_samples
 
     bases, configs, samples = zip(*load_points(points, read), strict=True)

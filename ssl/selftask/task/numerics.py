@@ -12,13 +12,11 @@ import torch
 import yaml
 from torch import nn
 
-from selftask.checkpoint.rotation import checkpoints
-from selftask.config.checks.locations import uses_newest
+from selftask.checkpoint.rotation import resumes
 from selftask.config.schema import Config, TrainConfig
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.distributed.device import auto_precision, computes_in_bfloat16
 from selftask.errors import UserError
-from selftask.files.paths import exists
 from selftask.hooks.base import Task
 from selftask.models.build import build_on_meta
 from selftask.models.precision.bfloat16 import gains_from_bfloat16
@@ -100,11 +98,11 @@ def _precision_on_cpu(config: Config, backbone: nn.Module | None) -> tuple[str, 
 
 def _recorded_precision(config: Config) -> str | None:
     """Return the precision of the run that this one resumes, or None."""
-    saved = config.out_folder / "config.yaml"
-    if not (uses_newest(config) and exists(saved) and checkpoints(saved.parent / "checkpoints")):
+    if not resumes(config):
         return None
     try:
-        before = yaml.safe_load(saved.read_text(encoding="utf-8"))
+        text = (config.out_folder / "config.yaml").read_text(encoding="utf-8")
+        before = yaml.safe_load(text)
         precision = str(before["train"]["precision"])
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
         return None  # the check of the folder reports a damaged file

@@ -111,13 +111,13 @@ def _chosen(
     sides: list[Choice], recipe: str, words: list[str], keys: set[str], assumptions: Any
 ) -> list[str]:
     """Print all choices; return those that the user has not overridden, as ``key=value``."""
+    from selftask.checkpoint.rotation import resumes
     from selftask.config.load import load_config
     from selftask.data.loading.open_data import open_data
-    from selftask.run.compatibility import resumes
 
     config = load_config(recipe, words)
     saved = None
-    if resumes(config, config.out_folder):
+    if resumes(config):
         saved = load_config(str(config.out_folder / "config.yaml"), []).to_dict()
     sources = open_data(config.data)
     num_images = len(sources.train)
