@@ -158,14 +158,13 @@ def build_optimizer(
     if config.name in OPTIMIZERS:
         kind = OPTIMIZERS[config.name]
         moving = _moving_settings(kind, config.args, length)
-        options = kind(
-            **{**config.args, **{key: schedule(0.0) for key, schedule in moving.items()}}
-        )
+        first_values = {name: schedule(0.0) for name, schedule in moving.items()}
+        options = kind(**{**config.args, **first_values})
         optimizer: Any = ScheduledOptimizer(options.build, settings)
         layerwise = getattr(options, "layerwise", False)
         # torch's key; configs say sgd_momentum, since methods also have a momentum
-        ours = {key.removeprefix("sgd_"): schedule for key, schedule in moving.items()}
-        groups = [{**group, **ours} for group in groups]
+        schedules = {name.removeprefix("sgd_"): schedule for name, schedule in moving.items()}
+        groups = [{**group, **schedules} for group in groups]
     elif is_torch_name("optimizer", config.name):
         build = partial(torch_optimizer, config.name, config.args)
         optimizer = ScheduledOptimizer(build, settings)
@@ -207,9 +206,9 @@ def _moving_settings(kind: type, args: dict[str, Any], length: RunLength) -> dic
     """Return the schedules of an optimizer's own settings, such as momentum or betas."""
     moving: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
-        value = args.get(field.name)
         if field.metadata.get("of") != "schedules":
             continue
+        value = args.get(field.name)
         if isinstance(value, dict):
             moving[field.name] = build_schedule(value, length)
         elif isinstance(value, tuple) and any(isinstance(item, dict) for item in value):
