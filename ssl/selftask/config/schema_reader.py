@@ -86,16 +86,22 @@ class Reader:
             value = {"model": value}
             self.note_place((*key, "model"))
         flat = next((f for f in schema.fields.values() if f.metadata.get("flat")), None)
-        if flat is None:
-            values = self.mapping(value, key)
-            self.unknown_keys(values, key, schema)
-            read = self.fields(values, schema, key)
-            return kind(**read) if len(read) == len(schema.fields) else None
+        if flat is not None:
+            return self._flat_section(kind, value, flat, key)
+        values = self.mapping(value, key)
+        self.unknown_keys(values, key, schema)
+        read = self.fields(values, schema, key)
+        return kind(**read) if len(read) == len(schema.fields) else None
+
+    def _flat_section(
+        self, kind: type[T], value: Any, flat: dataclasses.Field[Any], key: Key
+    ) -> T | None:
+        """Return a section that also has the keys of its component, the field ``flat``."""
         ours = Schema.of(kind, without=[flat.name, "args"])
         component, read = self.component(value, REGISTRIES[flat.metadata["of"]], key, ours=ours)
         if component is None or len(read) < len(ours.fields):
             return None
-        nested = schema.types[flat.name] is Component
+        nested = Schema.of(kind).types[flat.name] is Component
         named = (
             {flat.name: component} if nested else {"name": component.name, "args": component.args}
         )
@@ -202,12 +208,17 @@ class Reader:
             return self.pipeline(value, registry, key)
         if typing.get_origin(kind) is list:
             return self._nested(value, registry, kind, key)
-        if value is None:
-            return None
+        return None if value is None else self._one_named(value, field, schema, key)
+
+    def _one_named(
+        self, value: Any, field: dataclasses.Field[Any], schema: Schema, key: Key
+    ) -> Any:
+        """Read one component, with the fields of its class and the shared fields of its section."""
+        registry, kind = REGISTRIES[field.metadata["of"]], schema.types[field.name]
         kind = next(
-            one
-            for one in (kind, *typing.get_args(kind))
-            if isinstance(one, type) and issubclass(one, Component)
+            option
+            for option in (kind, *typing.get_args(kind))
+            if isinstance(option, type) and issubclass(option, Component)
         )
         of_kind = Schema.of(kind, without=["name", "args"])
         shared = Schema({n: schema.fields[n] for n in field.metadata["shared"]}, schema.types, "")
@@ -231,12 +242,14 @@ class Reader:
             read = [self._scheduled(v, field, o, (*key, str(i))) for i, (v, o) in items]
             return _WRONG if _WRONG in read else tuple(read)
         if isinstance(value, dict):
-            default = default_of(field) if has_default(field) else None
+            if "name" in value:
+                return self._schedule(value, field, key)
             other = next((option for option in options if dataclasses.is_dataclass(option)), None)
-            if "name" not in value and other is not None:
+            if other is not None:
                 section = self.section(other, value, key)  # type: ignore[arg-type]
                 return _WRONG if section is None else section
-            inherited = default if isinstance(default, dict) and "name" not in value else {}
+            default = default_of(field) if has_default(field) else None
+            inherited = default if isinstance(default, dict) else {}
             return self._schedule({**inherited, **value}, field, key)
         if value is None and type(None) in options:
             return None
