@@ -173,13 +173,6 @@ def optimizers(task: Task) -> tuple[Any, dict[str, Any]]:
     return built.pop(None), built
 
 
-def grad_scaler(task: Task) -> NoScaler:
-    """Build the loss scaler; unless configured otherwise, it scales in float16 only."""
-    config = task.config.train.grad_scaler
-    scales = task.low_precision is torch.float16 if config.enabled is None else config.enabled
-    return LossScaler(config, task.log) if scales else NoScaler()
-
-
 def _depths(task: Task, optimizer: OptimizerConfig) -> dict[str, int]:
     """Return the layer index of each backbone parameter, if ``layer_decay`` is used."""
     if optimizer.layer_decay == 1.0:
@@ -189,27 +182,22 @@ def _depths(task: Task, optimizer: OptimizerConfig) -> dict[str, int]:
     return {f"network.backbone.{name}": depth for name, depth in depths.items()}
 
 
+def grad_scaler(task: Task) -> NoScaler:
+    """Build the loss scaler; unless configured otherwise, it scales in float16 only."""
+    config = task.config.train.grad_scaler
+    scales = task.low_precision is torch.float16 if config.enabled is None else config.enabled
+    return LossScaler(config, task.log) if scales else NoScaler()
+
+
 def hooks(task: Task) -> dict[str, Any]:
     """Build the hooks of the config; return them and the hooks added to the task, by name.
 
     Each hook is added to ``task.named_hooks`` as soon as it is built, so that closing the task
     releases it even if a later hook cannot be built.
     """
-    chosen, train = task.config.hooks, task.config.train
-    if train.on_nan == "skip":
-        guard = NonFiniteGuard("skip", budget=train.nan_budget)
-        task.added_hooks.setdefault("non_finite", guard)
-    task.added_hooks.setdefault("unreadable_images", UnreadableImages())
-    if LoaderCheck.applies(task):
-        task.added_hooks.setdefault("loader_check", LoaderCheck())
-    if train.uses_compiler:
-        task.added_hooks["compile_report"] = CompileReport()
-        if train.compile_options.records_graphs:
-            task.added_hooks["recorded_graphs"] = RecordedGraphs()
-    if task.config.parallel.sync_buffers == "step" and world_size() > 1:
-        task.added_hooks["sync_buffers"] = function_hook(priority=0, on_step=_sync_after_training)
+    _add_required_hooks(task)
     task.named_hooks = {}
-    for key, component in chosen.items():
+    for key, component in task.config.hooks.items():
         task.named_hooks[key] = hook = _build(HOOKS, component, task.out)
         if not isinstance(hook, classy.ClassyHook):
             raise UserError(
@@ -218,6 +206,27 @@ def hooks(task: Task) -> dict[str, Any]:
         if component.priority is not None:
             hook.priority = component.priority
     return task.named_hooks | task.added_hooks
+
+
+def _add_required_hooks(task: Task) -> None:
+    """Add the hooks that settings of the config need, unless the task has them already."""
+    train, added = task.config.train, task.added_hooks
+    if train.on_nan == "skip":
+        added.setdefault("non_finite", NonFiniteGuard("skip", budget=train.nan_budget))
+    added.setdefault("unreadable_images", UnreadableImages())
+    if LoaderCheck.applies(task):
+        added.setdefault("loader_check", LoaderCheck())
+    if train.uses_compiler:
+        added["compile_report"] = CompileReport()  # counts from here on
+        if train.compile_options.records_graphs:
+            added["recorded_graphs"] = RecordedGraphs()
+    if task.config.parallel.sync_buffers == "step" and world_size() > 1:
+        added["sync_buffers"] = function_hook(priority=0, on_step=_sync_after_training)
+
+
+def _sync_after_training(task: Task) -> None:
+    if task.train:  # a test phase changes none
+        task.sync_buffers()
 
 
 def check_added_hook(hook: Any, name: str, names: Container[str]) -> None:
@@ -295,11 +304,6 @@ def gradient_reductions(
     for wrap in wrappers:
         functions[None] = wrap(task, functions[None])
     return functions
-
-
-def _sync_after_training(task: Task) -> None:
-    if task.train:  # a test phase changes none
-        task.sync_buffers()
 
 
 def _build(registry: Registry, component: Component, out: Path) -> Any:

@@ -122,8 +122,12 @@ def draws_of(task: Task) -> Draw | None:
     seed = task.config.train.seed
 
     def drawn(key: Tensor, sizes: list[tuple[int, int]]) -> dict[str, Any]:
-        layers = {"layers": LAYER_DRAWS.draw(key, len(sizes))} if LAYER_DRAWS.num_layers else {}
-        return layers if draw is None else {**layers, "method": draw(seed, key, sizes)}
+        draws: dict[str, Any] = {}
+        if LAYER_DRAWS.num_layers:
+            draws["layers"] = LAYER_DRAWS.draw(key, len(sizes))
+        if draw is not None:
+            draws["method"] = draw(seed, key, sizes)
+        return draws
 
     return drawn
 

@@ -39,11 +39,15 @@ def memory_report(task: Task) -> list[str]:
         by_layer = _bytes_of_a_sample(task)
     except Exception:  # noqa: BLE001 - a user's module may raise anything on the meta device
         return []
-    fixed = fixed_bytes(task)
     sample = by_layer.pop("", 0)
     if not sample:
         return []
-    size, world = task.length.batch_size, task.world.size
+    return [_total(task, sample), *_largest_layers(by_layer)]
+
+
+def _total(task: Task, sample: int) -> str:
+    """Return the memory use of a step, given the bytes of a sample's activations."""
+    fixed, size, world = fixed_bytes(task), task.length.batch_size, task.world.size
     text = (
         f"memory of a rank: {show_bytes(fixed)} of weights, gradients and optimizer state; "
         f"activations of about {show_bytes(sample)} a sample, {show_bytes(sample * size // world)} "
@@ -51,11 +55,15 @@ def memory_report(task: Task) -> list[str]:
     )
     budget = budget_bytes(task, fixed)
     fits = 0 if budget is None else nearest_size(int(USABLE * budget) // sample, world)
-    lines = [f"{text}; the nearest batch size that fits is about {fits}" if fits else text]
-    largest = sorted(by_layer.items(), key=lambda item: -item[1])
+    return f"{text}; the nearest batch size that fits is about {fits}" if fits else text
+
+
+def _largest_layers(by_layer: dict[str, int]) -> list[str]:
+    """Return a line for each of the largest modules, without those that contain others."""
     outer = {name for name in by_layer for other in by_layer if other.startswith(f"{name}.")}
-    leaves = [(name, count) for name, count in largest if name not in outer]
-    return lines + [f"  {name}: {show_bytes(count)} a sample" for name, count in leaves[:LAYERS]]
+    inner = [(name, count) for name, count in by_layer.items() if name not in outer]
+    largest = sorted(inner, key=lambda item: -item[1])[:LAYERS]
+    return [f"  {name}: {show_bytes(count)} a sample" for name, count in largest]
 
 
 def _bytes_of_a_sample(task: Task) -> dict[str, int]:
