@@ -50,6 +50,7 @@ from selftask.run.failure import Failure
 from selftask.run.plugin_code import copy_plugins
 from selftask.run.run_folder import fetch_out, locked
 from selftask.run.status import Status
+from selftask.run.threads import num_threads, torch_threads
 from selftask.run.watchdog import Watch
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
@@ -92,25 +93,18 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     in_group = dist.is_initialized()
     with (
         _alone_in_process(config.out),
-        _torch_threads(num_threads(config, world.local_size)),
+        torch_threads(num_threads(config, world.local_size)),
         lasting_output(),
         locked(config.out, first=world.rank == 0, alone=world.size == 1),
         mirrored(config.out, task.out, fetched) as upload,
     ):
-        with explained(f"out={config.out}: the log cannot be opened", OSError):
-            start_log(task.out, world.rank)
-        if world.rank == 0:
-            if config.resume.checkpoint == "never":
-                (task.out / events.NAME).unlink(missing_ok=True)  # of the run that was here
-            LOGGER.addHandler(WarningEvents(task.out))
+        _open_log(task)
         try:
             if fetched is not None:
                 LOGGER.info("out: works in %s, copied to %s while it runs", task.out, config.out)
                 LOGGER.info("out: no locks there: a run on another machine is not noticed")
-            if world.rank == 0 and (lost := Status(config).close_lost()):
-                LOGGER.warning("the attempt before: %s", lost)
-            for change in allowed_changes(config) if world.rank == 0 else ():
-                LOGGER.info("config: %s", change)
+            if world.rank == 0:
+                _log_previous_attempt(config)
             _log_opening(task, sources, labels)
             for line in init_lines:
                 LOGGER.handle(line)
@@ -120,6 +114,25 @@ def run_task(task: Task, *, raises: bool = False) -> int:
             stop_log()
             if not in_group:
                 process_group.leave_world()
+
+
+def _open_log(task: Task) -> None:
+    """Open the log of this rank; on rank 0, also record warnings as events."""
+    config, rank = task.config, task.world.rank
+    with explained(f"out={config.out}: the log cannot be opened", OSError):
+        start_log(task.out, rank)
+    if rank == 0:
+        if config.resume.checkpoint == "never":
+            (task.out / events.NAME).unlink(missing_ok=True)  # of the run that was here
+        LOGGER.addHandler(WarningEvents(task.out))
+
+
+def _log_previous_attempt(config: Config) -> None:
+    """Log how the attempt before was lost, if it was, and settings that have changed since."""
+    if lost := Status(config).close_lost():
+        LOGGER.warning("the attempt before: %s", lost)
+    for change in allowed_changes(config):
+        LOGGER.info("config: %s", change)
 
 
 def _log_opening(task: Task, sources: Sources, labels: str | None) -> None:
@@ -165,17 +178,6 @@ def _alone_in_process(out: str) -> Iterator[None]:
         yield
     finally:
         _RUNNING.release()
-
-
-@contextmanager
-def _torch_threads(number: int) -> Iterator[None]:
-    """Context with ``number`` CPU threads of torch; a script has its own number afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _open_init(task: Task, channels: int) -> list[LogRecord]:
@@ -306,27 +308,3 @@ def _train(task: Task) -> str | None:
     except Interrupted as stop:
         return str(stop)
     return None
-
-
-def num_threads(config: Config, local_size: int = 1) -> int:
-    """Return the number of torch's CPU threads per process.
-
-    On a CPU, ``auto`` leaves a quarter of the process's cores free, at least one, for the loader:
-    making views takes 0.5 to 5 % of the CPU time of training (``tools/bench/threads.py``). The
-    value does not depend on the number of workers, since results depend on it bit for bit. More
-    threads than free cores are several times slower: threads synchronize at every operation, so
-    all of them wait for one that has lost its core to a worker.
-
-    With an accelerator, ``auto`` uses the cores that the workers leave free.
-
-    Args:
-        config: The config of the run.
-        local_size: Number of ranks on this machine.
-    """
-    threads = config.train.threads
-    if threads != "auto":
-        return int(threads)
-    share = cores() // local_size
-    if config.train.device != "cpu" and torch.accelerator.is_available():
-        return max(1, share - config.data.num_workers)
-    return max(1, share - max(1, share // 4))
