@@ -24,7 +24,7 @@ class Trainer:
             UserError: If the folder, the data or the backbone do not match the config.
             Exception: Any other error, after it has been logged.
         """
-        if Status(task.config).says_finished():
+        if Status(task.config).is_finished():
             try:
                 task.prepare()
             finally:

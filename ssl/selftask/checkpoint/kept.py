@@ -76,9 +76,9 @@ class Kept:
 
     def only(self, steps: Iterable[int]) -> Kept:
         """Return a copy restricted to the given steps."""
-        there = set(steps)
-        best = tuple(pair for pair in self.best if pair[0] in there)
-        return replace(self, best=best, every=tuple(step for step in self.every if step in there))
+        listed = set(steps)
+        best = tuple(pair for pair in self.best if pair[0] in listed)
+        return replace(self, best=best, every=tuple(step for step in self.every if step in listed))
 
     def with_value(self, step: int, value: float, count: int) -> Kept:
         """Return a copy with a new value of the metric, reduced to the ``count`` best values.
@@ -106,13 +106,13 @@ def named_checkpoint(address: str) -> Path | None:
     if not separator or not (which == "best" or which.isdecimal()) or Path(address).exists():
         return None
     folder = Path(run).expanduser() / "checkpoints"
-    there = {step_of(path): path for path in checkpoints(folder)}
+    by_step = {step_of(path): path for path in checkpoints(folder)}
     if which == "best":
         best = Kept.read(folder).best
         if not best:
             raise UserError(f"{address}: {run} has no best checkpoint; train.keep_best keeps one")
-        return there[best[0][0]]
-    if int(which) not in there:
-        steps = ", ".join(map(str, sorted(there))) or "none"
+        return by_step[best[0][0]]
+    if int(which) not in by_step:
+        steps = ", ".join(map(str, sorted(by_step))) or "none"
         raise UserError(f"{address}: {run} has no checkpoint of step {which}; there are: {steps}")
-    return there[int(which)]
+    return by_step[int(which)]

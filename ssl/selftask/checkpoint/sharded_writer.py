@@ -37,7 +37,7 @@ class ShardedWriter(CheckpointWriter):
 
     def save(self, state: dict[str, Any], step: int, *, last: bool = False) -> None:
         """Save as CheckpointWriter does; write a single file if nothing is sharded."""
-        self._wait_for_the_one_before()
+        self._wait_for_previous()
         rest, shards = split(state)
         if not shards:
             super().save(state, step, last=last)

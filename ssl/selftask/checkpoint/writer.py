@@ -56,7 +56,7 @@ class CheckpointWriter:
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._told_of_wait = False
+        self._has_warned = False
 
     def keep_now(self, kept: Kept) -> None:
         """Replace the list of kept checkpoints, and remove old ones that it does not contain.
@@ -82,7 +82,7 @@ class CheckpointWriter:
             RunError: If this write or the previous one failed.
         """
         check_plain(state)
-        self._wait_for_the_one_before()
+        self._wait_for_previous()
         self._kept = self.kept
         if last or not self.background:  # nothing changes the state meanwhile, so no copy is needed
             self._save_file(on_host(state), step)
@@ -115,12 +115,12 @@ class CheckpointWriter:
         except Exception:  # noqa: BLE001 - already logged
             log.warning("the newest checkpoint is missing, too")
 
-    def _wait_for_the_one_before(self) -> None:
+    def _wait_for_previous(self) -> None:
         start = time.perf_counter()
         self.wait()
         waited = time.perf_counter() - start
-        if waited > LONG_WAIT_S and not self._told_of_wait:
-            self._told_of_wait = True
+        if waited > LONG_WAIT_S and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "waited %.1f s until the checkpoint before was written: "
                 "train.checkpoint_every is shorter than that takes here (said once)",

@@ -191,7 +191,7 @@ class Method(nn.Module, Hook):
 
     def drawn(self, batch: Batch, task: Task) -> Any:
         """Return the result of ``draw`` for a batch, on its device."""
-        if "method" not in batch.drawn:  # not of the loader, or not for training
+        if "method" not in batch.drawn:  # loaders draw in training only
             views = batch.all_views
             sizes = [(view.shape[2], view.shape[3]) for view in views]
             drawn = self.draw(task.config.train.seed, batch.key, sizes)

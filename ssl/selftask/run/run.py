@@ -62,7 +62,7 @@ def run(config: Config, sources: Sources) -> int:
     """Train or resume the run of ``config`` on ``sources``; return the exit code."""
     fetch_out(config, read_world())
     check_same_run(config)
-    if Status(config).says_finished():
+    if Status(config).is_finished():
         done = f"RUN finished already: {config.out} is complete"
         print(f"{done}; another out= or resume=never starts anew")
         return 0

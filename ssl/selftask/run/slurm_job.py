@@ -99,8 +99,8 @@ def depart(by: str, launch: LaunchConfig, out: Path, *, first: bool) -> ExitDeci
         out: The run folder, where requeues are counted.
         first: True on rank 0, which requeues the job unless it is already requeued or cancelled.
     """
-    number = getattr(signal, by, None)
-    code = TRY_AGAIN if number is None else 128 + int(number)
+    stop = getattr(signal, by, None)
+    code = TRY_AGAIN if stop is None else 128 + int(stop)
     alone = ExitDecision("interrupted", by, "the same command resumes it", code)
     if in_local_job():  # perhaps inside a SLURM job, which is not that of the run
         return _local_requeue(by, launch, alone) if by == "SIGUSR2" else alone

@@ -54,7 +54,7 @@ class Status:
         write_json(self.path, {**before, "state": "failed", "error": error})
         return error
 
-    def says_finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return True if the run is complete at the requested length; False if resume=never."""
         if self.config.resume.checkpoint == "never":
             return False

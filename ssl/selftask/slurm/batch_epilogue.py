@@ -74,7 +74,7 @@ def after(code: int, folder: Path, job: Job | None) -> int:
         record.write("requeued", f"RUN interrupted: {cause}; {text}", by=cause)
         _forget_results(paths)
         return 0
-    if not record.tells_of_failure() or problem:
+    if not record.reports_failure() or problem:
         more = f"; it could not be requeued: {problem}" if problem else ""
         record.write("failed", f"RUN FAILED: {cause}{more}", error=cause)
     _write_missing_results(paths, launch.world_size, str(record.content.get("error") or cause))
@@ -142,7 +142,7 @@ class Record:
         add_event(self.out, kind, line, step=int(self.content.get("step", 0)))
         print(line, flush=True)
 
-    def tells_of_failure(self) -> bool:
+    def reports_failure(self) -> bool:
         """Return True if both status and log report the failure."""
         log = self.out / "log.txt"
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""

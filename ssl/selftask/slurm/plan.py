@@ -106,7 +106,7 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
     partitions = chosen(first.launch)
     derived, workers, notes = derived_options(first, partitions)
     notes += first.notes
-    complete = [config.out for config in configs if Status(config).says_finished()]
+    complete = [config.out for config in configs if Status(config).is_finished()]
     notes += [f"{out} is complete: its job will only say so" for out in complete]
     if str(base.resolve()).startswith("/tmp/"):
         notes.append(f"{base} lies in /tmp, which the nodes of a cluster do not usually share")

@@ -12,7 +12,7 @@ from typing import Any
 from selftask.hooks.base import Task
 
 
-def begin_phase(task: Task) -> None:
+def set_phase_weights(task: Task) -> None:
     """Set the weights for the phase: training weights, or the averages in a test phase."""
     for optimizer in _averaging(task):
         optimizer.train() if task.train else optimizer.eval()
@@ -27,7 +27,7 @@ def averaged_weights(task: Task) -> Iterator[bool]:
     try:
         yield bool(averaging)
     finally:
-        begin_phase(task)
+        set_phase_weights(task)
 
 
 def _averaging(task: Task) -> list[Any]:

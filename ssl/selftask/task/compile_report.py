@@ -13,7 +13,7 @@ from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
-_AFTER = 3  # steps, when the shapes of the first batches are known
+_REPORT_STEP = 3  # the shapes of the first batches are known then
 _MANY_GRAPHS = 8  # number of recompilations after which torch runs code eagerly
 
 
@@ -25,12 +25,11 @@ class CompileReport(Hook):
     def __init__(self) -> None:
         super().__init__()
         self.steps, self.graphs = 0, 0
-        self.before = _breaks()
-        self.graphs_before = _num_graphs()
+        self.breaks_before, self.graphs_before = _breaks(), _num_graphs()
 
     def on_step(self, task: Task) -> None:
         self.steps += 1
-        if self.steps == _AFTER:
+        if self.steps == _REPORT_STEP:
             self._report()
 
     def on_phase_end(self, task: Task) -> None:
@@ -46,7 +45,7 @@ class CompileReport(Hook):
 
     def _report(self) -> None:
         self.graphs = _num_graphs() - self.graphs_before
-        breaks = _breaks() - self.before
+        breaks = _breaks() - self.breaks_before
         if not self.graphs:
             log.warning("compile: no graph was made, the network runs eagerly")
             return

@@ -40,7 +40,7 @@ from selftask.parallel.reduction import Reduction
 from selftask.random import process_state
 from selftask.registry import register_task
 from selftask.task import build, exported, loop, numerics, opening, task_state
-from selftask.task.averaged_weights import begin_phase
+from selftask.task.averaged_weights import set_phase_weights
 from selftask.task.frozen import FrozenParameters
 from selftask.task.rank_agreement import open_same_data
 from selftask.task.recorder import Recorder
@@ -288,7 +288,7 @@ class Task(Recorder, ClassyTaskNames):
             optimizer.on_epoch(self.clock.where_of_epoch)
         self._phase_stop = min(self.clock.batch + self.batches_left, self.length.total_batches)
         self.batches = self._read_batches()  # reads nothing yet
-        begin_phase(self)
+        set_phase_weights(self)
         self.run_hooks("on_phase_start")
         for wrap in self._wrappers["wrap_batches"]:
             self.batches = wrap(self, self.batches)

@@ -233,7 +233,7 @@ def conclude(config: Config) -> None:
     from selftask.logs import read_metrics
     from selftask.run.status import Status
 
-    if not Status(config).says_finished():
+    if not Status(config).is_finished():
         return
     rows = list(read_metrics(config.out_folder / "metrics.jsonl"))
     cosines = [row["start_cosine"] for row in rows if "start_cosine" in row]
