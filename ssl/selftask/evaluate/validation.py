@@ -14,7 +14,7 @@ from selftask.errors import UserError
 from selftask.models.eval_mode import in_eval_mode
 from selftask.task import Task
 from selftask.task.averaged_weights import averaged_weights
-from selftask.task.scoring import forward
+from selftask.task.scoring import forward_without_hooks
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def validation_loss(task: Task, name: str = "") -> dict[str, float]:
     batches = 0
     with _beside_training(task), in_eval_mode(task.base_model), in_eval_mode(task.loss):
         for batch in task.data_module.val_batches(name):
-            forward(task, batch)
+            forward_without_hooks(task, batch)
             for term, value in {"loss": batch.local_loss, **batch.terms}.items():
                 sums[term] = sums.get(term, 0.0) + value.detach().double()
             batches += 1

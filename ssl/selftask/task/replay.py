@@ -22,7 +22,7 @@ from selftask.hooks.failures.non_finite import is_finite, non_finite_images
 from selftask.random import process_state
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.task import Task
-from selftask.task.scoring import forward
+from selftask.task.scoring import forward_without_hooks
 
 
 @dataclass
@@ -138,7 +138,7 @@ def _repeat(task: Task, parts: list[dict[str, Any]], state: dict[str, Any]) -> R
     if LAYER_DRAWS.num_layers:
         LAYER_DRAWS.start(batch.key, task.device)
     with _watched(task, result):
-        forward(task, batch)
+        forward_without_hooks(task, batch)
         batch.local_loss.backward()
     LAYER_DRAWS.stop()
     result.loss = float(batch.local_loss.detach())

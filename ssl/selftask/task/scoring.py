@@ -15,11 +15,10 @@ from selftask.meters.accuracy import Accuracy
 from selftask.models.eval_mode import in_eval_mode
 
 
-def forward(task: Task, batch: Batch) -> None:
-    """Compute output and local loss of a batch as a train step does, without the hooks.
+def forward_without_hooks(task: Task, batch: Batch) -> None:
+    """Compute output and local loss of a batch as a train step does; call no hooks.
 
-    The batch becomes ``task.last_batch``. Only the method's ``on_forward`` is called, no other hook
-    point.
+    The batch becomes ``task.last_batch``. The method's own ``on_forward`` is called.
     """
     task.last_batch = batch
     train = task.config.train
@@ -67,7 +66,7 @@ def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, f
     try:
         with in_eval_mode(task.base_model), in_eval_mode(task.loss):
             for batch in task.data_module.test_batches():
-                forward(task, batch)
+                forward_without_hooks(task, batch)
                 task.update_meters(batch)
                 if see is not None:
                     batch.output = task.loss.logits(batch.output)
