@@ -74,13 +74,12 @@ def load_config(
     problems += [p for p in unreadable if p.partition(" is missing")[0] not in invalid]
     if problems or config is None:
         raise ConfigError(problems)
-    conflicts = [*contradictions(config)]
-    notes += identical_views(config)
-    conflicts += component_problems(config, hooks=trust)
-    conflicts += location_problems(config) if trust else ()
+    conflicts = [*contradictions(config), *component_problems(config, hooks=trust)]
+    if trust:
+        conflicts += location_problems(config)
     if conflicts:
         raise ConfigError([layers.located(key, text) for key, text in conflicts])
-    config.notes.extend(notes)
+    config.notes.extend([*notes, *identical_views(config)])
     return config
 
 
