@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from selftask.distributed.world import World, read_world
 from selftask.errors import message_of
@@ -107,11 +108,7 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
                 failure = find_early_error(out, world.attempt)
             if failure is not None and not over.is_set():
                 report(failure)
-                if world.rank:  # its log is in a file
-                    text = f"rank {world.rank} stops: rank 0 has ended: {failure.message}"
-                    print(text, file=sys.stderr, flush=True)
-                flush_lines()
-                os._exit(1)
+                _end_process(world.rank, failure)
             if world.rank == 0 and time.monotonic() - warned >= _WARN_S:
                 warned = time.monotonic()
                 if missing := missing_ranks(out, world):
@@ -130,6 +127,15 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
             with suppress(OSError):
                 sign.unlink(missing_ok=True)
                 sign.parent.rmdir()  # succeeds for the last rank, if the folder is empty
+
+
+def _end_process(rank: int, failure: Failure) -> NoReturn:
+    """Exit from a thread, since the main thread cannot be interrupted."""
+    if rank:  # its log is in a file
+        text = f"rank {rank} stops: rank 0 has ended: {failure.message}"
+        print(text, file=sys.stderr, flush=True)
+    flush_lines()
+    os._exit(1)
 
 
 def missing_ranks(out: Path, world: World) -> list[int]:

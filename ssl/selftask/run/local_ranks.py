@@ -31,6 +31,7 @@ from selftask.run.run_folder import check_free
 from selftask.run.status import Status
 
 _PR_SET_PDEATHSIG = 1  # see prctl(2)
+_ENDED_WELL = ("finished", "interrupted", "requeued")
 GRACE_S = 20.0  # after the first failure; the other ranks usually exit within seconds
 
 
@@ -56,11 +57,12 @@ def start(config: Config, command: list[str]) -> int:
         state = after.get("state") if after != before else None
         if code == 0 or ranks.stopped_by is not None or state in _ENDED_WELL:
             return code
-        # A UserError is already reported; on a restart the status still says that it begins.
-        mistake = state is None and code == 2 and attempt == 1
-        if state in (None, "running") and not mistake:
+        is_user_error = code == UserError.exit_code  # which a restart cannot fix
+        # It is reported already, except on a restart, whose status is that of its start.
+        is_reported = is_user_error and state is None and attempt == 1
+        if state in (None, "running") and not is_reported:
             _report_for_ranks(status, ranks)
-        again = code != 2 and attempt < attempts  # a restart cannot fix a UserError
+        again = not is_user_error and attempt < attempts
         if again:  # the ranks take seconds until they write it themselves
             status.write("running", world_size=config.launch.processes, restart=attempt)
         upload_files(
@@ -78,9 +80,6 @@ def _saved(config: Config) -> set[tuple[Path, int]]:
     """Return the existing checkpoints with their modification times."""
     paths = (config.out_folder / "checkpoints").glob("step_*")
     return {(path, path.stat().st_mtime_ns) for path in paths}
-
-
-_ENDED_WELL = ("finished", "interrupted", "requeued")
 
 
 class Children:
