@@ -11,9 +11,10 @@ from selftask.equivalence.on_ranks import on_ranks
 from selftask.errors import RunError
 
 _MIB = 64  # of the tensor whose exchange is timed
+_TIMEOUT_S = 60.0
 
 
-def check_collectives(timeout_s: float = 60.0) -> str:
+def check_collectives() -> str:
     """Test collectives between all GPUs, or two processes on the CPU; return a summary.
 
     Raises:
@@ -21,7 +22,7 @@ def check_collectives(timeout_s: float = 60.0) -> str:
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backend, ranks = ("nccl", gpus) if gpus > 1 else ("gloo", 2)
-    took = max(on_ranks(exchange, ranks, timeout_s=timeout_s, backend=backend))
+    took = max(on_ranks(exchange, ranks, timeout_s=_TIMEOUT_S, backend=backend))
     rate = _MIB / 2**10 / took
     return (
         f"{backend}, {ranks} ranks: results are right; all_reduce of {_MIB} MiB: {rate:.1f} GiB/s"

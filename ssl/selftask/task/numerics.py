@@ -30,11 +30,9 @@ def settle_precision(
 ) -> Config:
     """Return the config with ``train.precision=auto`` replaced by the value for ``device``.
 
-    The origin of the key states the reason.
-
-    A run that resumes keeps the precision in the ``config.yaml`` of its folder. On a CPU the value
-    depends on its instructions and the widths of the backbone, not on a measurement, so that two
-    runs of one recipe agree.
+    The origin of the key states the reason. A run that resumes keeps the precision in the
+    ``config.yaml`` of its folder. On a CPU the value depends on its instructions and the widths of
+    the backbone, not on a measurement, so that two runs of one recipe agree.
 
     Args:
         config: Config of the run.
