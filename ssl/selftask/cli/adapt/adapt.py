@@ -111,23 +111,37 @@ def _chosen(
     sides: list[Choice], recipe: str, words: list[str], keys: set[str], assumptions: Any
 ) -> list[str]:
     """Print all choices; return those that the user has not overridden, as ``key=value``."""
-    from selftask.checkpoint.rotation import resumes
     from selftask.config.load import load_config
     from selftask.data.loading.open_data import open_data
 
     config = load_config(recipe, words)
+    sources = open_data(config.data)
+    made = _choices(config, sources, recipe, words, keys, assumptions)
+    for choice in (*sides, *made):
+        typed = " (overridden)" if _is_typed(choice.key, keys) else ""
+        print(f"adapt: {choice.key}={flow(choice.value)}: {choice.reason}{typed}")
+    if not _has_labels(sources):
+        print("adapt: without labels in both data and data.val nothing measures what is learned")
+    return _words(made, keys)
+
+
+def _choices(
+    config: Config,
+    sources: Sources,
+    recipe: str,
+    words: list[str],
+    keys: set[str],
+    assumptions: Any,
+) -> list[Choice]:
+    """Return the choices for the images; a run that resumes keeps its own."""
+    from selftask.checkpoint.rotation import resumes
+    from selftask.config.load import load_config
+
     saved = None
     if resumes(config):
         saved = load_config(str(config.out_folder / "config.yaml"), []).to_dict()
-    sources = open_data(config.data)
     num_images = len(sources.train)
-    batch = choices.BATCH
-    while batch > 8 and 4 * batch > num_images:
-        batch //= 2
-    made = [
-        choices.choose_preservation(num_images),
-        Choice("train.batch_size", batch, f"{num_images:,} images"),
-    ]
+    made = [choices.choose_preservation(num_images), choices.choose_batch(num_images)]
     made += choices.choose_measures(has_labels=_has_labels(sources))
     if recipe.startswith("dinov3"):
         for name in ("gram_start", "gram_copy", "gram_renewals"):
@@ -145,12 +159,7 @@ def _chosen(
         has_layers=patch_size(config.backbone) is not None,
     )
     made += schedule if saved is None else _kept(schedule, saved)
-    for choice in (*sides, *made):
-        typed = " (overridden)" if _is_typed(choice.key, keys) else ""
-        print(f"adapt: {choice.key}={flow(choice.value)}: {choice.reason}{typed}")
-    if not _has_labels(sources):
-        print("adapt: without labels in both data and data.val nothing measures what is learned")
-    return _words(made, keys)
+    return made
 
 
 def _kept(made: Iterable[Choice], saved: dict[str, Any]) -> list[Choice]:

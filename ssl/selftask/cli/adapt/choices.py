@@ -63,6 +63,14 @@ def choose_side(facts: dict[str, Any]) -> list[Choice]:
     return [Choice("image_size", size, f"{side} of the model costs more; a multiple of {step}")]
 
 
+def choose_batch(num_images: int) -> Choice:
+    """Return the choice of batch size: at least four batches an epoch, of 8 images or more."""
+    batch = BATCH
+    while batch > 8 and 4 * batch > num_images:
+        batch //= 2
+    return Choice("train.batch_size", batch, f"{num_images:,} images")
+
+
 def choose_schedule(
     num_images: int, batch: int, *, is_small: bool, has_layers: bool
 ) -> Iterator[Choice]:
