@@ -255,6 +255,24 @@ def _columns(config: TableSource.Config, names: list[str], file: Path) -> tuple[
 
 
 def _read_text(file: Path, config: TableSource.Config, root: str) -> Table:
+    names, rows = _rows_of_text(file, config, root)
+    if names[0] == "0" and config.column is None:  # no header: the second column is the label
+        used = [column for _, column in _extra_columns(config).values()]
+        second = "1" if len(names) > 1 and "1" not in used else None
+        label = second if config.label_column == _LABELS else config.label_column
+        config = replace(config, column="0", label_column=label)
+
+    def cells(column: str) -> list[str]:
+        position = names.index(column)
+        return [row[position] for _, row in rows]
+
+    return _table(file, config, names, cells, [number for number, _ in rows])
+
+
+def _rows_of_text(
+    file: Path, config: TableSource.Config, root: str
+) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Return the names of the columns, and the rows with their line numbers."""
     delimiter = config.delimiter or ("\t" if file.suffix.lower() == ".tsv" else ",")
     if len(delimiter) != 1:
         raise UserError(f"data.delimiter={delimiter!r}: one character is expected")
@@ -277,18 +295,7 @@ def _read_text(file: Path, config: TableSource.Config, root: str) -> Table:
     for number, row in rows:
         if len(row) != len(names):
             raise UserError(f"data: {file}:{number}: {len(row)} columns, expected {len(names)}")
-    extra_columns = _extra_columns(config)
-    if names[0] == "0" and config.column is None:  # no header: the second column is the label
-        used = [column for _, column in extra_columns.values()]
-        second = "1" if len(names) > 1 and "1" not in used else None
-        label = second if config.label_column == _LABELS else config.label_column
-        config = replace(config, column="0", label_column=label)
-
-    def cells(column: str) -> list[str]:
-        position = names.index(column)
-        return [row[position] for _, row in rows]
-
-    return _table(file, config, names, cells, [number for number, _ in rows])
+    return names, rows
 
 
 def _table(
