@@ -103,24 +103,29 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
         if metadata.get("rising") and list(value) != sorted(value):
             raise ValueError("the first number must not be above the second")
         return
-    if isinstance(value, dict) and metadata.get("duration"):  # time -> interval from then on
+    if value is None or isinstance(value, bool):
+        return
+    if metadata.get("duration"):
+        _check_duration(value, metadata)
+    elif isinstance(value, int | float):
+        for name, (words, holds) in LIMITS.items():
+            if name in metadata and not holds(value, metadata[name]):
+                raise ValueError(f"must be {words} {metadata[name]}")
+    if metadata.get("budget") and value not in WORDS:
+        parse_budget(value)
+
+
+def _check_duration(value: Any, metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError for an invalid duration, or one in a dict of time -> interval from then."""
+    if isinstance(value, dict):
         for time, interval in value.items():
             parse_duration(time)
             check_limits(interval, metadata)
         return
-    if value is None or isinstance(value, bool):
-        return
-    if isinstance(value, int | float) and not metadata.get("duration"):
-        for name, (words, holds) in LIMITS.items():
-            if name in metadata and not holds(value, metadata[name]):
-                raise ValueError(f"must be {words} {metadata[name]}")
-    if metadata.get("duration"):
-        length = parse_duration(value)
-        too_short = length.value < metadata.get("min", 0)
-        if too_short and (length.unit == "step" or not length.value):  # half an epoch is allowed
-            raise ValueError("must be above 0")
-    if metadata.get("budget") and value not in WORDS:
-        parse_budget(value)
+    length = parse_duration(value)
+    too_short = length.value < metadata.get("min", 0)
+    if too_short and (length.unit == "step" or not length.value):  # half an epoch is allowed
+        raise ValueError("must be above 0")
 
 
 def _scalar(value: Any, kind: type) -> Any:
