@@ -55,16 +55,18 @@ def main(argv: list[str]) -> int:
         job = submit_suite(request, config, each=each, follow=follow)
         print(f"submitted as job {job}; the same command without --slurm prints the table")
         return 0
-    _evaluate(request, follow=follow)
+    from selftask.logs.checkpoint_results import CheckpointResults
+
+    results = CheckpointResults(request.run, request.settings)
+    _evaluate(request, results, follow=follow)
+    _print_table(request, results)
     return 0
 
 
-def _evaluate(request: Request, *, follow: bool) -> None:
-    """Run the evaluations that have no result yet, and print the table."""
-    from selftask.logs.checkpoint_results import CheckpointResults
+def _evaluate(request: Request, results: CheckpointResults, *, follow: bool) -> None:
+    """Run the evaluations that have no result yet; with ``follow``, until the run ends."""
     from selftask.report.overview.run_line import read_line
 
-    results = CheckpointResults(request.run, request.settings)
     while True:
         goes_on = follow and read_line(request.run).state in ("running", "hung", "requeued")
         paths = request.chosen()
@@ -73,8 +75,12 @@ def _evaluate(request: Request, *, follow: bool) -> None:
             if missing:
                 _evaluate_one(request, path, missing, results)
         if not goes_on:
-            break
+            return
         time.sleep(_POLL_S)
+
+
+def _print_table(request: Request, results: CheckpointResults) -> None:
+    """Print the metrics by step; raise UserError if there are none."""
     table = results.table()
     if not table:
         there = ", ".join(str(step_of(p)) for p in checkpoints(request.run / "checkpoints"))
