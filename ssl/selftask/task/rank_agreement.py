@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +62,12 @@ def check_same_on_ranks(config: Config) -> None:
     ranks = gather_objects((socket.gethostname(), values, code))
     first_host, first_values, first_code = ranks[0]
     for rank, (host, other_values, other_code) in enumerate(ranks):
-        differing = [
-            f"{key} {_show(other)}, rank 0 has {_show(first)}"
-            for key, other, first in _differences(other_values, first_values)
-        ]
-        if differing:
+        if keys := _other_keys(other_values, first_values):
             raise UserError(
-                f"rank {rank} on {host} has {_first_of(differing)}; start every rank with the "
-                f"same command, as rank 0 on {first_host}"
+                f"rank {rank} on {host} has {_first_of(keys)}; start every rank with the same "
+                f"command, as rank 0 on {first_host}"
             )
-        files = sorted(
-            name for name, digest in other_code.items() if first_code.get(name, digest) != digest
-        )
-        if files:  # a file that only one rank has imported may be needed by that rank only
+        if files := _other_files(other_code, first_code):
             raise UserError(
                 f"rank {rank} on {host} has imported another {_first_of(files, ', ')} than rank 0 "
                 f"on {first_host}; copy the same code to every node"
@@ -108,13 +101,18 @@ def _digests(files: Mapping[str, Path]) -> dict[str, str]:
     }
 
 
-def _differences(
-    other: Mapping[str, Any], first: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
-    for key in {**first, **other}:
-        pair = other.get(key, _MISSING), first.get(key, _MISSING)
-        if pair[0] != pair[1]:
-            yield (key, *pair)
+def _other_keys(values: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+    """Return a text for each key whose value is not that of the first rank."""
+    return [
+        f"{key} {_show(values.get(key, _MISSING))}, rank 0 has {_show(first.get(key, _MISSING))}"
+        for key in {**first, **values}
+        if values.get(key, _MISSING) != first.get(key, _MISSING)
+    ]
+
+
+def _other_files(digests: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
+    """Return the files that differ; one that only one rank has imported may be its own."""
+    return sorted(name for name, digest in digests.items() if first.get(name, digest) != digest)
 
 
 def _show(value: Any) -> str:
