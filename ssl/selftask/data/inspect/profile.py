@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from selftask.config.values.auto_values import cores
 from selftask.data.data_module import DataModule, train_dataset
 from selftask.data.inspect.check import has_own_files
 from selftask.data.loading.collate import BatchBuffer
+from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.open_data import Sources
 from selftask.data.loading.sample import Sample
 from selftask.data.reading.files import BadImage, read_bytes
@@ -113,19 +114,8 @@ def _one_process(
     config: Config, source: Source, device: torch.device, seconds: float, threads: int
 ) -> StageTimes:
     torch.set_num_threads(1)  # as in a worker
-    indices = _spread(len(source))
-    first = next(_readable(source, indices))
-    most = int(np.clip(MAX_BYTES // first.nbytes, 4, MAX_IMAGES))
-    read_s = None
-    if has_own_files(source):
-        read_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, seconds)
     dataset = train_dataset(config, source)
-    decode_s, samples_read = _each(dataset.read, indices, seconds, most)
-    if read_s is not None:  # these reads came from the page cache: subtract their time
-        in_memory_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, 0.2)
-        decode_s = max(decode_s - in_memory_s, 0.0)
-
-    images_of = [images for images, _, _ in samples_read]
+    read_s, decode_s, images_of = _read_and_decode(dataset, source, seconds)
     augment_s, made = _each(
         lambda index: dataset.make(images_of[index], 0, index), range(len(images_of)), seconds
     )
@@ -164,6 +154,27 @@ def _one_process(
         image_pixels=float(np.median([image.shape[0] * image.shape[1] for image, *_ in images_of])),
         transforms=transform_shares(config, [image for image, *_ in images_of[:32]]),
     )
+
+
+def _read_and_decode(
+    dataset: ViewDataset, source: Source, seconds: float
+) -> tuple[float | None, float, list[Any]]:
+    """Return the seconds to read and to decode a sample, and the images of each sample.
+
+    The first number is None if samples are not files of their own.
+    """
+    indices = _spread(len(source))
+    first = next(_readable(source, indices))
+    most = int(np.clip(MAX_BYTES // first.nbytes, 4, MAX_IMAGES))
+
+    def read(index: int) -> int:
+        return len(read_bytes(source.path(index)))
+
+    read_s = _each(read, indices, seconds)[0] if has_own_files(source) else None
+    decode_s, samples = _each(dataset.read, indices, seconds, most)
+    if read_s is not None:  # these reads came from the page cache: subtract their time
+        decode_s = max(decode_s - _each(read, indices, 0.2)[0], 0.0)
+    return read_s, decode_s, [images for images, _, _ in samples]
 
 
 def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, float]:
