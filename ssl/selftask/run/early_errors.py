@@ -35,11 +35,11 @@ def report_early_errors(out: str | Path) -> Iterator[None]:
     reported as the cause.
     """
     world = read_world()
-    path = _path(Path(out), world.rank)
+    path = _error_file(Path(out), world.rank)
     if world.size > 1:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-            _sign(Path(out), world.rank).unlink(missing_ok=True)
+            _arrival_file(Path(out), world.rank).unlink(missing_ok=True)
     try:
         yield
     except Exception as error:
@@ -71,7 +71,7 @@ def find_end_of_rank0(out: Path, attempt: str, since: float) -> Failure | None:
             the same one.
         since: Time at which this rank started. Older files are ignored, since rank 0 may restart.
     """
-    early, status = read_json(_path(out, 0)), read_json(out / "status.json")
+    early, status = read_json(_error_file(out, 0)), read_json(out / "status.json")
     is_over = status.get("state", "running") not in _PRESENT
     for content, is_end in ((early, bool(early)), (status, is_over)):
         if is_end and content.get("attempt") == attempt and content.get("updated", 0.0) >= since:
@@ -97,7 +97,7 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
         report: Called with the failure before the process exits with code 1.
     """
     over = threading.Event()
-    sign = _sign(out, world.rank)
+    arrival = _arrival_file(out, world.rank)
 
     def watch() -> None:
         began = warned = time.monotonic()
@@ -116,8 +116,8 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
 
     if world.size > 1:
         with suppress(OSError):
-            sign.parent.mkdir(parents=True, exist_ok=True)
-            write_json(sign, {"attempt": world.attempt, "host": socket.gethostname()})
+            arrival.parent.mkdir(parents=True, exist_ok=True)
+            write_json(arrival, {"attempt": world.attempt, "host": socket.gethostname()})
         threading.Thread(target=watch, name="selftask early errors", daemon=True).start()
     try:
         yield
@@ -125,8 +125,8 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
         over.set()
         if world.size > 1:
             with suppress(OSError):
-                sign.unlink(missing_ok=True)
-                sign.parent.rmdir()  # succeeds for the last rank, if the folder is empty
+                arrival.unlink(missing_ok=True)
+                arrival.parent.rmdir()  # succeeds for the last rank, if the folder is empty
 
 
 def _end_process(rank: int, failure: Failure) -> NoReturn:
@@ -140,8 +140,8 @@ def _end_process(rank: int, failure: Failure) -> NoReturn:
 
 def missing_ranks(out: Path, world: World) -> list[int]:
     """Return the ranks that have not arrived in ``watch_others`` in this attempt."""
-    attempts = {rank: read_json(_sign(out, rank)).get("attempt") for rank in range(1, world.size)}
-    return [rank for rank, attempt in attempts.items() if attempt != world.attempt]
+    files = {rank: _arrival_file(out, rank) for rank in range(1, world.size)}
+    return [r for r, file in files.items() if read_json(file).get("attempt") != world.attempt]
 
 
 def _waiting(missing: list[int], size: int, seconds: float, out: Path) -> str:
@@ -152,9 +152,9 @@ def _waiting(missing: list[int], size: int, seconds: float, out: Path) -> str:
     )
 
 
-def _path(out: Path, rank: int) -> Path:
+def _error_file(out: Path, rank: int) -> Path:
     return out / "errors" / f"early_rank{rank}.json"
 
 
-def _sign(out: Path, rank: int) -> Path:
+def _arrival_file(out: Path, rank: int) -> Path:
     return out / "errors" / f"arrived_rank{rank}.json"

@@ -53,25 +53,21 @@ def train_sweep(recipe: str, points: Sequence[Point]) -> int:
     """
     if read_world().launcher != "python":
         raise UserError("command line: a sweep starts its own processes; give one value a key")
-    configs = _read(recipe, points)
+    configs = _read_configs(recipe, points)
     at_once = min(configs[0].launch.parallel_runs, len(points))
     base = Path(configs[0].out)
-    runs = [
-        Run(
-            point.name,
-            base / point.name,
-            own_command([recipe, *point.overrides, *_own(base / point.name, config, at_once)]),
-            config.launch.processes,
-        )
-        for point, config in zip(points, configs, strict=True)
-    ]
+    runs = []
+    for point, config in zip(points, configs, strict=True):
+        out = base / point.name
+        words = [*point.overrides, *_own_overrides(out, config, at_once)]
+        runs.append(Run(point.name, out, own_command([recipe, *words]), config.launch.processes))
     announce(f"sweep: {len(runs)} runs in {base}, {at_once} at a time")
     code = Sweep(runs, at_once).wait()
     print("\n".join(_table(runs)), flush=True)
     return code
 
 
-def _read(recipe: str, points: Sequence[Point]) -> list[Config]:
+def _read_configs(recipe: str, points: Sequence[Point]) -> list[Config]:
     """Return the config of each run; raise ConfigError with the problems of all runs."""
     configs = load_points(points, lambda point: load_config(recipe, point.overrides))
     if is_remote(configs[0].out):
@@ -79,7 +75,7 @@ def _read(recipe: str, points: Sequence[Point]) -> list[Config]:
     return configs
 
 
-def _own(out: Path, config: Config, at_once: int) -> list[str]:
+def _own_overrides(out: Path, config: Config, at_once: int) -> list[str]:
     """Return the overrides that give a run its folder and its share of the cores."""
     words = [f"out={out}"]
     if at_once > 1 and config.train.threads == "auto":
@@ -103,9 +99,9 @@ class Sweep(Children):
         """Train all runs; return 0, or the exit code of the first run that is not finished."""
         running: dict[int, int] = {}  # index of the run, and of its process, in each slot
         try:
-            while running or self._waits():
+            while running or self._has_next():
                 for slot in range(self.at_once):
-                    if slot not in running and self._waits():
+                    if slot not in running and self._has_next():
                         running[slot] = len(self.processes)
                         self._start_next(slot)
                     elif slot in running and self.processes[running[slot]].poll() is not None:
@@ -118,7 +114,7 @@ class Sweep(Children):
             codes.append(128 + signal.SIGTERM)
         return next(filter(None, codes), 0)
 
-    def _waits(self) -> bool:
+    def _has_next(self) -> bool:
         """Return whether another run is to be started."""
         return self.stopped_by is None and len(self.processes) < len(self.runs)
 
