@@ -116,7 +116,9 @@ class TrainConfig(Section):
     deterministic: bool = setting(False, also=["cudnn_deterministic"])
     """Whether to allow only deterministic operations; others raise an error."""
     compile: Literal[False, "model", "step"] = False
-    """What torch.compile compiles: nothing, forward and backward of the network, or the step."""
+    """What torch.compile compiles: nothing, or forward and backward of the network. Loss and backward
+    pass together are ``train.step=compiled``; ``step`` is an error that names it.
+    """
     compile_options: CompileConfig = CompileConfig()
     """Arguments of torch.compile."""
     log_every: int = setting(50, min=1, also=["log_interval"])
