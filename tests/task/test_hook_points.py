@@ -167,7 +167,7 @@ def test_names_in_a_scope_have_its_prefix(tmp_path: Path) -> None:
 
 def test_the_public_attributes_of_a_task_exist(tmp_path: Path) -> None:
     page = (tiny.ROOT / "docs" / "how-to-own-hook.md").read_text(encoding="utf-8")
-    table = page.partition("**Public attributes")[2].partition("A hook may")[0]
+    table = page.partition("## Public attributes")[2].partition("\n## ")[0]
     names = re.findall(r"`(\w+)`", table)
     task: Any = tiny.task("simclr", tmp_path)
     task.prepare()
