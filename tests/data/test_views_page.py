@@ -41,7 +41,7 @@ def test_every_transform_with_numbers_is_named() -> None:
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
-    example = yaml.safe_load(PAGE[PAGE.index("    views:") : PAGE.index("Draws belong")])
+    example = yaml.safe_load(PAGE[PAGE.index("    views:") : PAGE.index("Random draws depend")])
     recipe = {"defaults": ["swav/digits", "_self_"], **example}
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     config = load_config(str(tmp_path / "my.yaml"), [])
