@@ -116,8 +116,8 @@ class TrainConfig(Section):
     deterministic: bool = setting(False, also=["cudnn_deterministic"])
     """Whether to allow only deterministic operations; others raise an error."""
     compile: Literal[False, "model", "step"] = False
-    """What torch.compile compiles: nothing, or forward and backward of the network. Loss and backward
-    pass together are ``train.step=compiled``; ``step`` is an error that names it.
+    """What torch.compile compiles: nothing, or forward and backward pass of the network. To compile
+    the loss with them, set ``train.step=compiled``; ``step`` is an error that says so.
     """
     compile_options: CompileConfig = CompileConfig()
     """Arguments of torch.compile."""
