@@ -1,4 +1,4 @@
-"""Names, order and rotation of the checkpoints in a run folder."""
+"""Names, order and rotation of the checkpoints in a folder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from collections.abc import Collection
 from itertools import count
 from pathlib import Path
 
-from selftask.config.checks.locations import uses_newest
-from selftask.config.schema import Config
-from selftask.files.paths import exists
 from selftask.logs import get_logger
 from selftask.logs.checkpoint_results import result_files
 
@@ -60,13 +57,6 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, newest first: files, and folders of sharded ones."""
     paths = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
     return sorted(paths, key=step_of, reverse=True)
-
-
-def resumes(config: Config) -> bool:
-    """Return True if training would resume from the newest checkpoint in its run folder."""
-    out = config.out_folder
-    has_run = exists(out / "config.yaml") and checkpoints(out / "checkpoints")
-    return bool(has_run) and uses_newest(config)
 
 
 def step_of(path: Path) -> int:

@@ -7,11 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from selftask.checkpoint.rotation import resumes
 from selftask.config.schema import Config
 from selftask.errors import UserError, shorten
 from selftask.files.received import UnreadableFile
 from selftask.files.yaml_file import read_yaml
+from selftask.task.task_state import resumes
 
 _SECTIONS = ("method", "data", "backbone", "optimizer", "init", "train", "parallel", "views")
 """Sections that determine the result, in the order in which differences are listed."""

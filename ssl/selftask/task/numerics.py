@@ -12,7 +12,6 @@ import torch
 import yaml
 from torch import nn
 
-from selftask.checkpoint.rotation import resumes
 from selftask.config.schema import Config, TrainConfig
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.distributed.device import auto_precision, computes_in_bfloat16
@@ -20,6 +19,7 @@ from selftask.errors import UserError
 from selftask.hooks.base import Task
 from selftask.models.build import build_on_meta
 from selftask.models.precision.bfloat16 import gains_from_bfloat16
+from selftask.task.task_state import resumes
 
 LOW_PRECISION = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 FULL_PRECISION: AbstractContextManager[None] = nullcontext()

@@ -15,13 +15,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from selftask.checkpoint import manifest, rotation, store
 from selftask.checkpoint.writer import CheckpointWriter
-from selftask.config.checks.locations import asked_checkpoint
+from selftask.config.checks.locations import asked_checkpoint, uses_newest
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.config.values.budget import show_bytes
 from selftask.data.fingerprint import differences
 from selftask.distributed.collectives import barrier, gather_objects, is_primary
 from selftask.errors import UserError, plural
+from selftask.files.paths import exists
 from selftask.files.received import UnreadableFile
 from selftask.hooks.base import Task
 from selftask.logs import get_logger
@@ -215,6 +216,13 @@ def _read(task: Task, path: Path) -> dict[str, Any]:
         if of_rank is not None:
             raise of_rank
     return state
+
+
+def resumes(config: Config) -> bool:
+    """Return True if training would resume from the newest checkpoint in its run folder."""
+    out = config.out_folder
+    has_run = exists(out / "config.yaml") and rotation.checkpoints(out / "checkpoints")
+    return bool(has_run) and uses_newest(config)
 
 
 def resume(task: Task) -> bool:

@@ -134,8 +134,8 @@ def _choices(
     assumptions: Any,
 ) -> list[Choice]:
     """Return the choices for the images; a run that resumes keeps its own."""
-    from selftask.checkpoint.rotation import resumes
     from selftask.config.load import load_config
+    from selftask.task.task_state import resumes
 
     saved = None
     if resumes(config):
