@@ -12,8 +12,8 @@ import torch
 
 import tiny
 from selftask.config.schema import Config
-from selftask.run import threads
-from selftask.run.threads import num_threads
+from selftask.task import numerics
+from selftask.task.numerics import num_threads
 
 CORES = {1: 1, 2: 1, 3: 2, 4: 3, 8: 6, 16: 12, 64: 48}
 
@@ -26,7 +26,7 @@ def config(folder: Path, *more: str) -> Config:
 def test_auto_on_a_cpu_does_not_depend_on_the_workers(
     cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "cores", lambda: cores)
+    monkeypatch.setattr(numerics, "cores", lambda: cores)
     auto = config(tmp_path)
     for workers in (0, 1, cores, 8):
         chosen = replace(auto, data=replace(auto.data, num_workers=workers))
@@ -40,7 +40,7 @@ def test_auto_on_a_cpu_does_not_depend_on_the_workers(
 def test_auto_with_a_gpu_leaves_the_workers_their_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "cores", lambda: 16)
+    monkeypatch.setattr(numerics, "cores", lambda: 16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chosen = config(tmp_path, "train.device=auto", "data.num_workers=6")
     assert num_threads(chosen) == 10

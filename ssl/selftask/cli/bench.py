@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     from selftask.data.inspect.profile_report import advice, as_json, table
     from selftask.distributed.device import keep_freed_memory, pick_device
     from selftask.distributed.world import World
-    from selftask.run.threads import num_threads
+    from selftask.task.numerics import num_threads
 
     device = pick_device(config.train.device, World())
     keep_freed_memory(device)

@@ -50,11 +50,10 @@ from selftask.run.failure import Failure
 from selftask.run.plugin_code import copy_plugins
 from selftask.run.run_folder import fetch_out, locked
 from selftask.run.status import Status
-from selftask.run.threads import num_threads, torch_threads
 from selftask.run.watchdog import Watch
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
-from selftask.task.numerics import is_settled
+from selftask.task.numerics import is_settled, num_threads, torch_threads
 from selftask.task.unreadable_images import UnreadableImages
 
 

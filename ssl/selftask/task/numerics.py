@@ -1,4 +1,4 @@
-"""Process-wide settings of torch's arithmetic."""
+"""Process-wide settings of torch's arithmetic: precision, algorithms, threads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import yaml
 from torch import nn
 
 from selftask.config.schema import Config, TrainConfig
+from selftask.config.values.auto_values import cores
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.distributed.device import auto_precision, computes_in_bfloat16
 from selftask.errors import UserError
@@ -162,3 +163,38 @@ def describe_numerics(train: TrainConfig, device: torch.device) -> str | None:
     if train.cudnn_benchmark is None:
         benchmark += " (train.deterministic)" if train.deterministic else " (auto: shapes repeat)"
     return f"products {products}; cuDNN's TF32 {tf32}; cudnn_benchmark {benchmark}"
+
+
+def num_threads(config: Config, local_size: int = 1) -> int:
+    """Return the number of torch's CPU threads per process.
+
+    On a CPU, ``auto`` leaves a quarter of the process's cores free, at least one, for the loader:
+    making views takes 0.5 to 5 % of the CPU time of training (``tools/bench/threads.py``). The
+    value does not depend on the number of workers, since results depend on it bit for bit. More
+    threads than free cores are several times slower: threads synchronize at every operation, so
+    all of them wait for one that has lost its core to a worker.
+
+    With an accelerator, ``auto`` uses the cores that the workers leave free.
+
+    Args:
+        config: The config of the run.
+        local_size: Number of ranks on this machine.
+    """
+    threads = config.train.threads
+    if threads != "auto":
+        return int(threads)
+    share = cores() // local_size
+    if config.train.device != "cpu" and torch.accelerator.is_available():
+        return max(1, share - config.data.num_workers)
+    return max(1, share - max(1, share // 4))
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Context with ``number`` CPU threads of torch; a script has its own number afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
