@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,36 @@ def is_users(filename: str) -> bool:
 def place_of(frame: traceback.FrameSummary) -> str:
     """Return ``mine.py:7``."""
     return f"{show_path(Path(frame.filename))}:{frame.lineno}"
+
+
+def source_of(entry: Any) -> str:
+    """Return ``mine.py:7``, the definition of a function, class or object, or else its name."""
+    entry = inspect.unwrap(getattr(entry, "__func__", entry))
+    if not (inspect.isfunction(entry) or inspect.isclass(entry)):
+        entry = type(entry)
+    try:
+        file, (_, line) = inspect.getsourcefile(entry), inspect.getsourcelines(entry)
+    except (OSError, TypeError):  # made in a shell, or of C code
+        file = None
+    return f"{show_path(Path(file))}:{line}" if file else str(entry.__qualname__)
+
+
+def check_takes(function: Callable[..., Any], arguments: Sequence[str], subject: str) -> None:
+    """Raise UserError if a user's function cannot be called with these positional arguments.
+
+    Args:
+        function: The function or method.
+        arguments: Names of the arguments, for the message.
+        subject: What the function is, for the message.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C code, which has no signature
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise UserError(
+            f"{source_of(function)}: {subject} is called with ({', '.join(arguments)}), and takes "
+            f"{signature}"
+        ) from None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+import inspect
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -12,11 +13,12 @@ import torch
 from torch import nn
 
 from selftask import classy
+from selftask.config.extensions import check_takes, source_of
 from selftask.config.keys import dotted
 from selftask.config.schema import Component, OptimizerConfig
 from selftask.distributed.collectives import world_size
-from selftask.errors import UserError
-from selftask.hooks.base import Task, defines, function_hook
+from selftask.errors import UserError, check_known
+from selftask.hooks.base import POINTS, Hook, Task, defines, function_hook
 from selftask.hooks.failures.non_finite import NonFiniteGuard
 from selftask.hooks.watching.loader_check import LoaderCheck
 from selftask.logs import get_logger
@@ -52,6 +54,7 @@ def train_step(component: Component) -> Callable[[Task], None]:
     step = registered(**component.args) if isinstance(registered, type) else registered
     if not callable(step):
         raise UserError(f"train.step: the class {component.name!r} has no method __call__")
+    check_takes(step, ["task"], f"train.step={component.name}")
     return step
 
 
@@ -268,10 +271,47 @@ def in_order(hooks: Iterable[Any]) -> list[Any]:
 
 
 def calls(hooks: Iterable[Any], points: Iterable[str]) -> dict[str, list[Any]]:
-    """Return, for each point, the methods of the hooks that define it."""
-    return {
-        point: [getattr(hook, point) for hook in hooks if defines(hook, point)] for point in points
-    }
+    """Return, for each point, the methods of the hooks that define it.
+
+    Raises:
+        UserError: If a method does not take the arguments of its point.
+    """
+    found: dict[str, list[Any]] = {}
+    for point in points:
+        _, *arguments = inspect.signature(getattr(Hook, point)).parameters
+        found[point] = [getattr(hook, point) for hook in hooks if defines(hook, point)]
+        for call in found[point]:
+            check_takes(call, arguments, f"the hook point {point}")
+    return found
+
+
+def call_hooks(calls: Mapping[str, Iterable[Any]], point: str, task: Task) -> None:
+    """Call the functions of a hook point.
+
+    Raises:
+        UserError: If there is no such point, or a hook has raised StopIteration, which would end
+            the phase.
+    """
+    check_known(point, POINTS, f"run_hooks: no hook point {point!r}")
+    for call in calls.get(point, ()):
+        try:
+            call(task)
+        except StopIteration:
+            raise UserError(
+                f"{source_of(call)}: a hook has raised StopIteration at {point}; to end the run, "
+                'set task.clock.stopped = "the reason" at on_step'
+            ) from None
+
+
+def wrapped_batches(wrap: Any, task: Task, batches: Iterator[Any]) -> Iterator[Any]:
+    """Return the batches of a phase, wrapped by the ``wrap_batches`` of a hook."""
+    wrapped = wrap(task, batches)
+    if not isinstance(wrapped, Iterator):
+        raise UserError(
+            f"{source_of(wrap)}: wrap_batches returned a {type(wrapped).__name__}, not an "
+            "iterator; yield the batches one by one"
+        )
+    return wrapped
 
 
 def gradient_reductions(
@@ -291,8 +331,10 @@ def gradient_reductions(
     """
 
     activations, frozen, clock = task.activations, task.frozen, task.clock
+    check = task.step_check
 
     def reduce(name: str | None, reduction: Reduction) -> None:
+        check.reductions += 1
         reduction.reduce()
         if name is None and activations.is_open:
             activations.finalize()
@@ -302,7 +344,12 @@ def gradient_reductions(
     functions: dict[str | None, Callable[[], None]]
     functions = {name: partial(reduce, name, one) for name, one in task.reductions.items()}
     for wrap in wrappers:
-        functions[None] = wrap(task, functions[None])
+        functions[None] = wrapped = wrap(task, functions[None])
+        if not callable(wrapped):
+            raise UserError(
+                f"{source_of(wrap)}: wrap_reduction returned {wrapped!r}, not a function that "
+                "calls `reduce`"
+            )
     return functions
 
 

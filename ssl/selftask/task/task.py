@@ -45,7 +45,7 @@ from selftask.task.frozen import FrozenParameters
 from selftask.task.rank_agreement import open_same_data
 from selftask.task.recorder import Recorder
 from selftask.task.scoring import log_meters, score, update_meters
-from selftask.task.update_check import UpdateCheck
+from selftask.task.step_check import STEP_POINTS, StepCheck
 
 log = get_logger(__name__)
 
@@ -158,8 +158,8 @@ class Task(Recorder, ClassyTaskNames):
         self.all_optimizers = [self.optimizer, *self.optimizers.values()]
         settings = [one for optimizer in self.all_optimizers for one in optimizer.settings]
         self.frozen = FrozenParameters((one.frozen_steps, one.parameter.value) for one in settings)
-        self.update_check = UpdateCheck(self.optimizer, self.config.train.step.name)
         self.grad_scaler = build.grad_scaler(self)
+        self.step_check = StepCheck(self)
 
     def build_hooks(self) -> None:
         """Build hooks and meters, and collect the functions to call at each point."""
@@ -233,8 +233,9 @@ class Task(Recorder, ClassyTaskNames):
 
     def run_hooks(self, point: str) -> None:  # type: ignore[override]
         """Call every hook that defines ``point``, the method first."""
-        for call in self.calls.get(point, ()):
-            call(self)
+        if point in STEP_POINTS:
+            self.step_check.at(point, self)
+        build.call_hooks(self.calls, point, self)
 
     def add_hook(self, hook: Any, name: str | None = None) -> None:
         """Add a hook object to those of the config, before ``prepare``.
@@ -291,7 +292,7 @@ class Task(Recorder, ClassyTaskNames):
         set_phase_weights(self)
         self.run_hooks("on_phase_start")
         for wrap in self._wrappers["wrap_batches"]:
-            self.batches = wrap(self, self.batches)
+            self.batches = build.wrapped_batches(wrap, self, self.batches)
 
     def step(self) -> None:
         """Call the train step once; raise StopIteration at the end of the phase."""
@@ -310,12 +311,13 @@ class Task(Recorder, ClassyTaskNames):
     @torch.enable_grad()  # a notebook may have disabled gradients for all of its cells
     def train_step(self) -> None:
         """Call the train step; after ``StepSkipped``, count the step without an update."""
-        before = self.clock.steps_done
+        self.step_check.begin(self)
         try:
             self.train_step_function(self)
         except StepSkipped:
             self.skip_step()
-        self.update_check.compare(self.clock.steps_done - before)
+        else:
+            self.step_check.end(self)
 
     @torch.no_grad()
     def eval_step(self) -> None:
@@ -326,13 +328,10 @@ class Task(Recorder, ClassyTaskNames):
         """Sum the meters over ranks, and count the phase.
 
         Raises:
-            RuntimeError: If the train step did not use all batches of the phase.
+            UserError: If the train step did not use all batches of the phase.
         """
-        if self.train and not self.clock.stopped and self.clock.batch != self._phase_stop:
-            raise RuntimeError(
-                f"the phase ended at batch {self.clock.batch} of {self._phase_stop}: a train step "
-                "has to call task.advance(), and nothing but the data may raise StopIteration in it"
-            )
+        if self.train and not self.clock.stopped:
+            self.step_check.end_phase(self, self._phase_stop)
         log_meters(self)
         if not self.train:
             self.clock.tested = self.clock.batch
