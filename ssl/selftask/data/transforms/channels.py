@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from selftask.config.extensions import source_of
 from selftask.config.schema import Component
+from selftask.data.transforms.own import check_own
 from selftask.errors import UserError, plural
 from selftask.registry import TRANSFORMS
 
@@ -67,10 +69,22 @@ def list_problems(transforms: Iterable[Component], key: str, channels: int) -> I
         channels: Number of channels of the images.
     """
     for position, component in enumerate(transforms):
+        kind = TRANSFORMS[component.name]
+        if not isinstance(kind, type):
+            yield (
+                f"{key}.{position}: {source_of(kind)}: the transform {component.name} is a "
+                "function; register a dataclass with __call__(self, image, rng)"
+            )
+            continue
         try:
-            transform = TRANSFORMS[component.name](**component.args)
+            transform = kind(**component.args)
         except UserError as error:
             yield f"{key}.{position}.{error}"
+            continue
+        try:
+            check_own(transform)
+        except UserError as error:
+            yield f"{key}.{position}: {error}"
             continue
         for problem in channel_problems(transform, channels):
             yield f"{key}.{position}.{problem}"

@@ -16,6 +16,7 @@ from PIL import Image
 
 from selftask.config.extensions import import_object
 from selftask.data.transforms.channels import needs_rgb
+from selftask.data.transforms.own import describe, read_only
 from selftask.data.transforms.transform import Transform
 from selftask.errors import UserError, explained
 from selftask.registry import register_transform
@@ -80,7 +81,7 @@ class Custom(Transform):
     def apply(self, image: np.ndarray, params: int) -> np.ndarray:
         with _seeded(params):
             if self.takes_array:
-                made = self.callable(image, np.random.default_rng(params))
+                made = self.callable(read_only(image), np.random.default_rng(params))
             else:
                 made = self.callable(Image.fromarray(image))
         if isinstance(made, Image.Image):
@@ -88,16 +89,10 @@ class Custom(Transform):
         expected = (np.uint8, 3, image.shape[2])
         if not isinstance(made, np.ndarray) or (made.dtype, made.ndim, made.shape[-1]) != expected:
             raise UserError(
-                f"{self.transform} gave {_describe(made)}; a Pillow image or an array "
+                f"{self.transform} gave {describe(made)}; a Pillow image or an array "
                 f"(H, W, {image.shape[2]}) of bytes (uint8) is expected; `normalize` makes tensors"
             )
         return made
-
-
-def _describe(made: Any) -> str:
-    """Describe the type of a result; for an array, also its dtype and shape."""
-    of = f" of {made.dtype} {made.shape}" if isinstance(made, np.ndarray) else ""
-    return f"a {type(made).__name__}{of}"
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from selftask.config.schema import Component
 from selftask.data import kernel
 from selftask.data.transforms.channels import RGB, for_channels, list_problems, with_attribute
 from selftask.data.transforms.normalize import Normalize
+from selftask.data.transforms.own import check_image, is_own, read_only
 from selftask.data.transforms.transform import Drawn, Nested, Transform
 from selftask.errors import ConfigError
 from selftask.registry import TRANSFORMS
@@ -40,6 +41,7 @@ class Compose:
 
     def __init__(self, transforms: Iterable[Any], channels: int = RGB) -> None:
         self.transforms = [for_channels(transform, channels) for transform in transforms]
+        self.has_own = any(is_own(type(transform)) for transform in self.transforms)
         last = self.transforms[-1] if self.transforms else None
         if isinstance(last, Normalize):
             self.transforms.pop()
@@ -79,6 +81,8 @@ class Compose:
     ) -> np.ndarray:
         """Return the changed image; append the draws of each transform to ``steps``."""
         program: list[float] = []  # pending operations of the kernel
+        if self.has_own:
+            image = read_only(image)
         height, width, channels = image.shape
         compiled = self.compiled and channels == RGB and kernel.fits(height, width)
         for transform in self.transforms:
@@ -86,6 +90,7 @@ class Compose:
                 image = _run(program, image, height, width)
                 nested = isinstance(transform, Nested)
                 image = transform(image, rng, steps) if nested else transform(image, rng)
+                check_image(transform, image, channels)
                 program, (height, width) = [], image.shape[:2]
                 continue
             drawn = transform.draw(rng, height, width)
@@ -96,6 +101,7 @@ class Compose:
             instructions = transform.program(drawn) if compiled else None
             if instructions is None:
                 image = transform.apply(_run(program, image, height, width), drawn)
+                check_image(transform, image, channels)
                 program, (height, width) = [], image.shape[:2]
                 continue
             program += instructions

@@ -1,0 +1,64 @@
+"""Checks of users' own transforms: their arguments and their results."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from selftask.config.extensions import check_takes, source_of
+from selftask.data.transforms.transform import Transform
+from selftask.errors import UserError
+
+PACKAGE = __name__.partition(".")[0]
+
+
+@cache
+def is_own(kind: type) -> bool:
+    """Return whether a class of transforms is a user's, not one of selftask's."""
+    return kind.__module__.partition(".")[0] != PACKAGE
+
+
+def read_only(image: np.ndarray) -> np.ndarray:
+    """Return a read-only view: a user's change in place would last, in the data or a cache."""
+    view = image.view()
+    view.flags.writeable = False
+    return view
+
+
+def check_own(transform: Any) -> None:
+    """Raise UserError if a user's transform cannot be called with image and generator."""
+    kind = type(transform)
+    if not is_own(kind) or isinstance(transform, Transform):
+        return
+    if not callable(transform):
+        raise UserError(f"{source_of(kind)}: {kind.__name__} has no __call__(self, image, rng)")
+    check_takes(transform, ["image", "rng"], f"the transform {kind.__name__}")
+
+
+def check_image(transform: Any, image: Any, channels: int) -> None:
+    """Raise UserError unless a user's transform has returned an 8-bit image (H, W, C).
+
+    Args:
+        transform: The transform.
+        image: Its result.
+        channels: Number of channels, C.
+    """
+    if not is_own(type(transform)):
+        return
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3:
+        if image.shape[2] == channels and image.size:
+            return
+    raise UserError(
+        f"{source_of(type(transform))}: the transform {type(transform).__name__} returned "
+        f"{describe(image)}; an array (H, W, {channels}) of bytes (uint8) is expected"
+    )
+
+
+def describe(made: Any) -> str:
+    """Describe the type of a result; for an array, also its dtype and shape."""
+    if made is None:
+        return "None"
+    of = f" of {made.dtype} {made.shape}" if isinstance(made, np.ndarray) else ""
+    return f"a {type(made).__name__}{of}"
