@@ -20,7 +20,7 @@ from selftask.evaluate import chunks, knn, nearest
 from selftask.evaluate import features as features_module
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.knn import KNN
-from selftask.evaluate.online import evaluated_model, flat_scores, run_evaluations
+from selftask.evaluate.online import evaluated_model, flat_scores, over_seeds, run_evaluations
 from selftask.logs import DETAIL
 from selftask.models.build import build_backbone
 from selftask.models.feature_queue import class_votes
@@ -241,6 +241,17 @@ def test_results_of_an_evaluation_of_ones_own() -> None:
         flat_scores({"n": {"b": [1, 2]}}, "eval.evaluations.mine")
     with pytest.raises(UserError, match=r"mine gives 0\.5; metrics by name"):
         flat_scores(0.5, "eval.evaluations.mine")
+    with pytest.raises(UserError, match=r"mine: loss is a column of training; give the metric an"):
+        flat_scores({"loss": 0.5}, "eval.evaluations.mine")
+
+
+def test_an_evaluation_that_takes_other_arguments_is_named() -> None:
+    def evaluation(features: object, labels: object, more: object) -> dict[str, float]:
+        return {}
+
+    match = r"test_features_knn.py:\d+: eval.evaluations.mine is called with \(train, test\), and t"
+    with pytest.raises(UserError, match=match):
+        over_seeds(evaluation, (None, None), "eval.evaluations.mine")
 
 
 def test_a_long_pass_logs_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:

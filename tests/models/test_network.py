@@ -6,6 +6,8 @@ import copy
 import io
 import math
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import timm
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from selftask.errors import UserError
 from selftask.models.heads import DINOHead, ProjectorPredictor, Prototypes, WeightNormLinear, mlp
 from selftask.models.network import Network, forward_by_size
 from selftask.models.teacher import Teacher
@@ -30,6 +33,42 @@ class _MeanColour(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self.passes += 1
         return images.mean(dim=(2, 3))
+
+
+class _Returns(nn.Module):
+    embed_dim = 3
+
+    def __init__(self, change: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, images: torch.Tensor) -> Any:
+        return self.change(images.mean(dim=(2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda x: (x, x), "a tuple"),
+        (lambda x: {"x": x}, "a dict"),
+        (lambda x: None, "a NoneType"),
+        (lambda x: x[:, :, None, None], r"\(10, 3, 1, 1\)"),
+        (lambda x: x.mean(), r"\(\)"),
+        (lambda x: x[:5], r"\(5, 3\)"),
+    ],
+)
+@pytest.mark.parametrize("per_view", [False, True])
+def test_a_backbone_that_returns_no_features_is_named(
+    change: Any, found: str, per_view: bool
+) -> None:
+    views = [torch.randn(5, 3, 8, 8)] * 2
+    if per_view:
+        found = found.replace("(5,", "(4,").replace("(10,", "(5,")
+        change = (lambda x: x[:4]) if "(4," in found else change
+    network = Network(_Returns(change), nn.Identity(), per_view=per_view)
+    match = rf"test_network.py:\d+: the backbone _Returns must map .* and returned {found} for"
+    with pytest.raises(UserError, match=match):
+        network(views)
 
 
 @pytest.mark.parametrize("sizes", [[8, 8], [8, 8, 4, 4, 4], [4, 8, 4, 8, 6]])

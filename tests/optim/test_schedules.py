@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from selftask.config.run_length import RunLength
 from selftask.config.schema.optimizer import OptimizerConfig, ScaledLR
 from selftask.errors import ConfigError, UserError
 from selftask.optim.build import lr_schedule
-from selftask.optim.schedules import build_schedule
-from selftask.registry import SCHEDULES
+from selftask.optim.schedules import ScheduleConfig, Span, build_schedule
+from selftask.registry import SCHEDULES, register_schedule
 
 STEPS = 56
 LENGTH = RunLength(num_samples=7 * 8, batch_size=8, epochs=8)  # 7 steps an epoch
@@ -273,3 +274,22 @@ def test_what_depends_on_the_length_is_told_when_it_is_known() -> None:
     parts = [{"name": "constant", "start": 1.0}] * 2
     with pytest.raises(UserError, match=r"milestones \['9 epochs'\] are steps \[63\] of 56"):
         ours({"name": "composite", "parts": parts, "milestones": ["9 epochs"]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Square(ScheduleConfig):
+    def curve(self, start: float, end: float, span: Span) -> Any:
+        return lambda where: start + (end - start) * where**2
+
+
+def test_a_schedule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES._registered, "square", Square)
+    values = ours({"name": "square", "start": 2.0, "end": 1.0, "warmup": 7})
+    assert values[:7] == pytest.approx([2 * step / 7 for step in range(7)])
+    assert values[7:] == pytest.approx([2 - (step / 49) ** 2 for step in range(49)])
+
+
+def test_a_schedule_without_a_curve_is_refused(forget_names: None) -> None:
+    match = r"is a class without a method `curve`; .* class selftask.optim.schedules.ScheduleConfig"
+    with pytest.raises(UserError, match=match):
+        register_schedule("plain")(type("Plain", (), {"build": lambda self, length: None}))

@@ -8,7 +8,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,22 @@ def is_users(filename: str) -> bool:
 def place_of(frame: traceback.FrameSummary) -> str:
     """Return ``mine.py:7``."""
     return f"{show_path(Path(frame.filename))}:{frame.lineno}"
+
+
+@contextmanager
+def module_initialized(call: str) -> Iterator[None]:
+    """Context that explains torch's error about an assignment before ``Module.__init__``.
+
+    Args:
+        call: The call that must come first.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        frames = user_frames(error)
+        if "before Module.__init__() call" not in str(error) or not frames:
+            raise
+        raise UserError(f"{place_of(frames[-1])}: call {call} first: {error}") from error
 
 
 def source_of(entry: Any) -> str:

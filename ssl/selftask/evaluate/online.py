@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from selftask.config.checks.requirements import label_free, takes_backbone
+from selftask.config.extensions import check_takes
 from selftask.config.schema import Component, Config, EvalConfig
 from selftask.data.labels import is_labeled
 from selftask.data.loading.open_data import Sources
@@ -224,6 +225,8 @@ def over_seeds(evaluation: Any, inputs: tuple[Any, ...], key: str) -> dict[str, 
         inputs: Arguments to call it with.
         key: Config key of the evaluation, for errors.
     """
+    names = ["train", "test"] if len(inputs) == 2 else ["backbone", "config", "sources", "device"]
+    check_takes(evaluation, names, key)
     seeds = evaluation.seeds if hasattr(evaluation, "seed") and hasattr(evaluation, "seeds") else 1
     if seeds == 1:
         return flat_scores(evaluation(*inputs), key)
@@ -249,6 +252,8 @@ def flat_scores(metrics: Any, key: str, prefix: str = "") -> dict[str, float]:
         raise UserError(f"{key} gives {metrics!r:.60}; metrics by name are expected")
     flat: dict[str, float] = {}
     for name, value in metrics.items():
+        if f"{prefix}{name}" in ("step", "epoch", "loss", "lr"):
+            raise UserError(f"{key}: {name} is a column of training; give the metric another name")
         if isinstance(value, Mapping):
             flat |= flat_scores(value, key, f"{prefix}{name}/")
             continue

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from selftask.batch import Batch, Loss
+from selftask.config.extensions import source_of
 from selftask.config.schema import Component
 from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed import accelerator
@@ -125,7 +126,10 @@ class Method(nn.Module, Hook):
         """
         head = self.build_head(embed_dim(backbone))
         if not isinstance(head, nn.Module):
-            raise UserError(f"{type(self).__name__}.build_head returned {head!r}, not an nn.Module")
+            raise UserError(
+                f"{source_of(self.build_head)}: {type(self).__name__}.build_head returned "
+                f"{head!r}, not an nn.Module"
+            )
         return Network(backbone, head, per_view=self.per_view)
 
     def setup(self, task: Task) -> None:
@@ -217,7 +221,10 @@ class Method(nn.Module, Hook):
         Returns:
             A scalar, or named terms whose sum is the loss; terms are logged.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no loss")
+        raise UserError(
+            f"{source_of(type(self))}: {type(self).__name__} has no method forward(self, output, "
+            "batch), which returns the loss"
+        )
 
     def logits(self, output: Any, head: str | None = None) -> Tensor:
         """Return class scores (B, C) for meters, if ``outputs_logits``; by default the output.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.config.checks import grid, requirements
+from selftask.config.extensions import module_initialized
 from selftask.config.library_names import LIBRARIES
 from selftask.config.schema import Component, Config
 from selftask.errors import ConfigError, UserError
@@ -37,7 +38,8 @@ def build_backbone(component: Component, channels: int = 3) -> nn.Module:
             f"backbone {component.name!r} takes 3 channels, the data have {channels}: its build() "
             "has no argument `channels`"
         )
-    model: nn.Module = config.build() if channels == 3 else config.build(channels=channels)
+    with module_initialized("super().__init__()"):
+        model: nn.Module = config.build() if channels == 3 else config.build(channels=channels)
     return with_embed_dim(model, component.name, channels)
 
 

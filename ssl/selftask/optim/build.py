@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from selftask import classy
 from selftask.classy import ClassyOptimizer, UpdateInterval
+from selftask.config.extensions import check_takes, source_of
 from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.config.schema.optimizer import GroupRule
 from selftask.config.torch_names import is_torch_name, torch_optimizer
+from selftask.errors import UserError
 from selftask.optim.curves import Curve, Scaled, Schedule
 from selftask.optim.param_groups import Settings, assign_settings, merge_alike
 from selftask.optim.schedules import build_schedule
@@ -40,7 +42,13 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         self.settings = settings
 
     def prepare(self, param_groups: list[dict[str, Any]]) -> None:
+        check_takes(self.build, ["groups"], "an optimizer's build")
         self.optimizer = self.build(param_groups)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise UserError(
+                f"{source_of(self.build)}: an optimizer's build returned {self.optimizer!r}, not a "
+                "torch.optim.Optimizer"
+            )
         self._list_moving()
 
     def _list_moving(self) -> None:

@@ -53,8 +53,8 @@ class Registry:
         package: Package whose files register entries.
         declares: Name of a class attribute that every entry must set, and its allowed values, each
             with its meaning. None: no attribute is required.
-        build: Signature and result of the method ``build`` that every entry must have, for
-            messages. Empty: no such method is required.
+        build: Signature and result of the method, such as ``build``, that every entry must have,
+            for messages. Empty: no such method is required.
     """
 
     kind: str
@@ -117,11 +117,12 @@ class Registry:
             )
 
     def _check_build(self, name: str, entry: Any, here: Address) -> None:
-        if self.build and not callable(getattr(entry, "build", None)):
+        method = self.build.partition("(")[0]
+        if method and not callable(getattr(entry, method, None)):
             kind = "a class" if isinstance(entry, type) else "a function"
             raise UserError(
                 f"the {self.kind} {name!r} ({entry.__qualname__} at {here}) is {kind} without a "
-                f"method `build`; register a dataclass of its arguments with {self.build}"
+                f"method `{method}`; register a dataclass of its arguments with {self.build}"
             )
 
     def __getitem__(self, name: str) -> Any:
@@ -282,7 +283,8 @@ OPTIMIZERS = Registry(
 SCHEDULES = Registry(
     "schedule",
     "selftask.optim",
-    build="build(self, length), which returns a function of progress in [0, 1)",
+    build="curve(self, start, end, span), which returns a function of progress in [0, 1), and with "
+    "the base class selftask.optim.schedules.ScheduleConfig",
 )
 METERS = Registry("meter", "selftask.meters")
 EVALUATIONS = Registry("evaluation", "selftask.evaluate")

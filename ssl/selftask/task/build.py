@@ -39,9 +39,10 @@ from selftask.parallel.build import build_reduction, synchronize
 from selftask.parallel.compiled import compile_blocks, compile_calls, compile_function
 from selftask.parallel.initial_weights import InitialWeights
 from selftask.parallel.reduction import Reduction
-from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
+from selftask.registry import HOOKS, METERS, TRAIN_STEPS, Registry
 from selftask.task.compile_report import CompileReport, RecordedGraphs
 from selftask.task.initial_rules import initialize
+from selftask.task.own_method import build_method, build_network
 from selftask.task.unreadable_images import UnreadableImages
 
 log = get_logger(__name__)
@@ -75,9 +76,8 @@ def network(task: Task, initial: InitialWeights) -> tuple[Any, nn.Module]:
         check_offers(backbone, config)
         load_init(backbone, config, task.init_weights)
         adapt(backbone, config.backbone.lora)
-        method = METHODS[config.method.name]
-        loss = method(method.Config(**config.method.args))
-        built: nn.Module = loss.build_network(backbone, task)
+        loss = build_method(config.method)
+        built = build_network(loss, backbone, task)
         load_head(built, config)
         initialize(built, config.init.rules, task.out)
     return loss, initial.to_device(built)

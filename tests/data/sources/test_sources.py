@@ -13,6 +13,8 @@ import pytest
 from PIL import Image
 
 from selftask.config.compose.short_forms import expand_source
+from selftask.config.schema import Component
+from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.reading.path_table import PathTable
 from selftask.data.source import Source
@@ -296,3 +298,15 @@ def _environment() -> dict[str, str]:
     import selftask
 
     return {**os.environ, "PYTHONPATH": str(Path(selftask.__file__).parents[1])}
+
+
+class NoSource:
+    def __len__(self) -> int:
+        return 3
+
+
+def test_what_is_no_source_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SOURCES._registered, "own", NoSource)
+    match = r"test_sources.py:\d+: the source 'own' must extend selftask.data.source.Source; a data"
+    with pytest.raises(UserError, match=match):
+        open_source(Component(name="own"))

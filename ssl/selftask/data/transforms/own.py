@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,12 @@ from selftask.config.extensions import check_takes, source_of
 from selftask.data.transforms.transform import Transform
 from selftask.errors import UserError
 
-PACKAGE = __name__.partition(".")[0]
+PACKAGE = __name__.partition(".")[0] + "."
 
 
-@cache
 def is_own(kind: type) -> bool:
     """Return whether a class of transforms is a user's, not one of selftask's."""
-    return kind.__module__.partition(".")[0] != PACKAGE
+    return not kind.__module__.startswith(PACKAGE)
 
 
 def read_only(image: np.ndarray) -> np.ndarray:
@@ -47,9 +45,9 @@ def check_image(transform: Any, image: Any, channels: int) -> None:
     """
     if not is_own(type(transform)):
         return
-    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3:
-        if image.shape[2] == channels and image.size:
-            return
+    is_bytes = isinstance(image, np.ndarray) and image.dtype == np.uint8
+    if is_bytes and image.ndim == 3 and image.shape[2] == channels and image.size:
+        return
     raise UserError(
         f"{source_of(type(transform))}: the transform {type(transform).__name__} returned "
         f"{describe(image)}; an array (H, W, {channels}) of bytes (uint8) is expected"

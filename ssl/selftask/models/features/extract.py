@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from selftask.config.extensions import source_of
 from selftask.errors import UserError
 from selftask.models.features.adapter import Adapter
 from selftask.models.features.sparse import VISIBLE, see_visible_patches
@@ -126,8 +127,23 @@ def pooled(backbone: nn.Module, images: Tensor) -> Tensor:
     if TimmViT.fits(backbone) and (vit := TimmViT(cast(Any, backbone))).reads_class_token:
         return vit.pooled(images)
     if size is None or tuple(images.shape[-2:]) == size or not interpolates(backbone):
-        return backbone(images)
+        features = backbone(images)
+        _check_features(features, images, backbone)
+        return features
     return adapter_of(backbone).pooled(images)
+
+
+def _check_features(features: Any, images: Tensor, backbone: nn.Module) -> None:
+    """Raise UserError unless a backbone has returned one vector for each image."""
+    if isinstance(features, Tensor) and features.ndim == 2 and len(features) == len(images):
+        return
+    found = (
+        tuple(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
+    )
+    raise UserError(
+        f"{source_of(type(backbone))}: the backbone {type(backbone).__name__} must map images "
+        f"(B, C, H, W) to features (B, E), and returned {found} for {tuple(images.shape)}"
+    )
 
 
 def fixed_size(backbone: nn.Module) -> tuple[int, int] | None:
