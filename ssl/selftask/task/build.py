@@ -204,7 +204,8 @@ def hooks(task: Task) -> dict[str, Any]:
         task.named_hooks[key] = hook = _build(HOOKS, component, task.out)
         if not isinstance(hook, classy.ClassyHook):
             raise UserError(
-                f"hooks.{key}: {type(hook).__name__} must extend selftask.hooks.base.Hook"
+                f"{source_of(type(hook))}: hooks.{key}: {type(hook).__name__} must extend "
+                "selftask.hooks.base.Hook"
             )
         if component.priority is not None:
             hook.priority = component.priority
@@ -250,7 +251,13 @@ def meters(task: Task) -> list[Any]:
     """Build the meters of the config; raise UserError if method or test set do not support them."""
     built = [_build(METERS, component, task.out) for component in task.config.meters.values()]
     source = task.data_module.val_source
-    for meter in built:
+    for key, meter in zip(task.config.meters, built, strict=True):
+        if not isinstance(meter, classy.ClassyMeter):
+            raise UserError(
+                f"{source_of(type(meter))}: meters.{key}: {type(meter).__name__} must extend "
+                "selftask.classy.ClassyMeter"
+            )
+        check_takes(meter.update, ["model_output", "target"], f"update of meters.{key}")
         if isinstance(meter, Accuracy) and source is not None and source.labels is not None:
             meter.set_test_labels(source.labels)
     if built and not task.loss.has_meter_input:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
 from selftask.batch import Batch
+from selftask.config.extensions import source_of
 from selftask.distributed.collectives import all_reduce_sum
+from selftask.errors import UserError
 from selftask.hooks.base import Task
 from selftask.hooks.mixup import unmixed
 from selftask.meters.accuracy import Accuracy
@@ -40,12 +43,23 @@ def update_meters(task: Task, batch: Batch) -> None:
             meter.update(scores, unmixed(task, classes) if task.train else classes)
 
 
+def _values(meter: Any) -> Mapping[str, float]:
+    """Return the value of a meter; raise UserError unless it is numbers by name."""
+    value = meter.value
+    if not isinstance(value, Mapping):
+        raise UserError(
+            f"{source_of(type(meter))}: value of {type(meter).__name__} is {value!r:.60}; numbers "
+            'by name are expected, such as {"top_1": 0.7}'
+        )
+    return value
+
+
 def log_meters(task: Task) -> None:
     """Sum the meters over ranks, and log the values of a test phase."""
     for key, meter in zip(task.config.meters, task.meters, strict=True):
         meter.sync_state()
         if not task.train:
-            for name, value in meter.value.items():
+            for name, value in _values(meter).items():
                 task.log(f"test_{key}_{name}", value)
 
 
@@ -79,5 +93,5 @@ def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, f
     row = {"loss": loss / images}
     for key, meter in zip(task.config.meters, task.meters, strict=True):
         meter.sync_state()
-        row |= {f"{key}_{name}": value for name, value in meter.value.items()}
+        row |= {f"{key}_{name}": value for name, value in _values(meter).items()}
     return row
