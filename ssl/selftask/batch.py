@@ -27,7 +27,8 @@ def total(loss: Loss) -> Tensor:
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.ndim:
             value = f"a tensor {(*term.shape,)}" if isinstance(term, Tensor) else f"{term!r:.40}"
-            raise UserError(f"{name} is {value}; the method must return {_EXPECTED}")
+            subject = name if name == "the loss" else f"the loss term {name!r}"
+            raise UserError(f"{subject} is {value}; the method must return {_EXPECTED}")
     return loss if isinstance(loss, Tensor) else sum(loss.values(), start=0.0)  # type: ignore[return-value]
 
 

@@ -306,3 +306,33 @@ def test_a_backbone_without_patches_is_told() -> None:
 def test_every_block_is_tried_here() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
     assert all(f'"{name}"' in text or f"[{name}]" in text for name in HEAD_BLOCKS)
+
+
+class Own:
+    """No attribute but ``build``, as docs/finetune.md says."""
+
+    def build(self, width: int, num_classes: int) -> Any:
+        return nn.Linear(width, 5), 5
+
+
+class OnlyModule:
+    def build(self, width: int, num_classes: int) -> Any:
+        return nn.Linear(width, num_classes)
+
+
+class OtherArguments:
+    def build(self, width: int) -> Any:
+        return nn.Linear(width, C), C
+
+
+def test_a_block_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (Own, OnlyModule, OtherArguments):
+        monkeypatch.setitem(HEAD_BLOCKS._registered, kind.__name__, kind)
+    chain = build_chain([{"name": "Own"}, {"name": "linear"}], E, C, "method.head")
+    assert chain(torch.zeros(2, E)).shape == (2, C)
+    match = r"test_classifier.py:\d+: build of method.head.0 returned Linear; the module and its nu"
+    with pytest.raises(UserError, match=match):
+        build_chain([{"name": "OnlyModule"}], E, C, "method.head")
+    match = r"test_classifier.py:\d+: build of method.head.0 is called with \(width, num_classes\)"
+    with pytest.raises(UserError, match=match):
+        build_chain([{"name": "OtherArguments"}], E, C, "method.head")

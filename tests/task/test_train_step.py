@@ -108,7 +108,7 @@ def test_updates_that_are_not_counted_are_told_once(
         (0.5, "the loss is 0.5; "),
         ({}, "the loss is {}; "),
         (torch.ones(3, requires_grad=True), r"the loss is a tensor \(3,\); "),
-        ({"near": torch.ones((), requires_grad=True), "far": 0.5}, "far is 0.5; "),
+        ({"near": torch.ones((), requires_grad=True), "far": 0.5}, "the loss term 'far' is 0.5; "),
     ],
 )
 def test_what_is_no_loss_is_named(loss: Any, message: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from selftask.config.extensions import check_takes, source_of
 from selftask.errors import UserError
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import extract
@@ -109,14 +110,23 @@ def build_chain(
     for number, options in enumerate(blocks):
         args = {name: value for name, value in options.items() if name != "name"}
         block = HEAD_BLOCKS[options["name"]](**args)
-        if number and (block.takes_tokens or "num_views" in args):
+        reads_tokens = getattr(block, "takes_tokens", False)
+        if number and (reads_tokens or "num_views" in args):
             raise UserError(
                 f"{key}.{number}: {options['name']} takes what the backbone gives; it has to be "
                 "the first block"
             )
-        has_tokens = has_tokens or block.takes_tokens
-        module, width = block.build(width, num_classes)
-        modules.append(module)
+        has_tokens = has_tokens or reads_tokens
+        check_takes(block.build, ["width", "num_classes"], f"build of {key}.{number}")
+        match block.build(width, num_classes):
+            case nn.Module() as module, int(width):
+                modules.append(module)
+            case other:
+                raise UserError(
+                    f"{source_of(block.build)}: build of {key}.{number} returned "
+                    f"{type(other).__name__}; the module and its number of outputs are expected: "
+                    "return module, width"
+                )
     if width != num_classes:
         raise UserError(
             f"{key}: ends with {width} outputs, and there are {num_classes} classes; end with "
