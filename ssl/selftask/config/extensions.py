@@ -144,6 +144,12 @@ def place_of(frame: traceback.FrameSummary) -> str:
     return f"{show_path(Path(frame.filename))}:{frame.lineno}"
 
 
+def calling_place() -> str:
+    """Return ``mine.py:7``, the innermost running line of the user's own code, or ``run``."""
+    frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
+    return place_of(frames[-1]) if frames else "run"
+
+
 @contextmanager
 def module_initialized(call: str) -> Iterator[None]:
     """Context that explains torch's error about an assignment before ``Module.__init__``.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from selftask import classy
-from selftask.config.extensions import check_takes, source_of
+from selftask.config.extensions import calling_place, check_takes, source_of
 from selftask.config.keys import dotted
 from selftask.config.schema import Component, OptimizerConfig
 from selftask.distributed.collectives import world_size
@@ -299,7 +299,8 @@ def call_hooks(calls: Mapping[str, Iterable[Any]], point: str, task: Task) -> No
         UserError: If there is no such point, or a hook has raised StopIteration, which would end
             the phase.
     """
-    check_known(point, POINTS, f"run_hooks: no hook point {point!r}")
+    if point not in POINTS:
+        check_known(point, POINTS, f"{calling_place()}: run_hooks: no hook point {point!r}")
     for call in calls.get(point, ()):
         try:
             call(task)
