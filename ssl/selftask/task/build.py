@@ -283,13 +283,13 @@ def calls(hooks: Iterable[Any], points: Iterable[str]) -> dict[str, list[Any]]:
     Raises:
         UserError: If a method does not take the arguments of its point.
     """
-    found: dict[str, list[Any]] = {}
+    by_point: dict[str, list[Any]] = {}
     for point in points:
         _, *arguments = inspect.signature(getattr(Hook, point)).parameters
-        found[point] = [getattr(hook, point) for hook in hooks if defines(hook, point)]
-        for call in found[point]:
+        by_point[point] = [getattr(hook, point) for hook in hooks if defines(hook, point)]
+        for call in by_point[point]:
             check_takes(call, arguments, f"the hook point {point}")
-    return found
+    return by_point
 
 
 def call_hooks(calls: Mapping[str, Iterable[Any]], point: str, task: Task) -> None:

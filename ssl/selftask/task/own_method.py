@@ -54,11 +54,11 @@ def build_method(component: Component) -> Any:
 def _check_calls(method: Method) -> None:
     """Raise UserError if a method that overrides one of the base class takes other arguments."""
     for name in _CALLED:
-        base, own = getattr(Method, name), getattr(method, name)
-        if inspect.ismethod(own) and own.__func__ is not base:
+        base, override = getattr(Method, name), getattr(method, name)
+        if inspect.ismethod(override) and override.__func__ is not base:
             _, *parameters = inspect.signature(base).parameters.values()
             required = [p.name for p in parameters if p.default is p.empty or name == "meter_input"]
-            check_takes(own, required, f"{type(method).__name__}.{name}")
+            check_takes(override, required, f"{type(method).__name__}.{name}")
 
 
 def _misspelled(kind: type[Method]) -> Iterator[tuple[str, str]]:

@@ -137,12 +137,12 @@ def _check_features(features: Any, images: Tensor, backbone: nn.Module) -> None:
     """Raise UserError unless a backbone has returned one vector for each image."""
     if isinstance(features, Tensor) and features.ndim == 2 and len(features) == len(images):
         return
-    found = (
+    returned = (
         tuple(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
     )
     raise UserError(
         f"{source_of(type(backbone))}: the backbone {type(backbone).__name__} must map images "
-        f"(B, C, H, W) to features (B, E), and returned {found} for {tuple(images.shape)}"
+        f"(B, C, H, W) to features (B, E), and returned {returned} for {tuple(images.shape)}"
     )
 
 
