@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,28 @@ def test_a_killed_worker_is_named() -> None:
     batches = Batches(dataset(Numbers(20, dies_at=7)), batch_size=10, seed=0, num_workers=1)
     with pytest.raises(RunError, match=r"worker process \d+ was killed by SIGKILL; out of memory"):
         read(batches, 4)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's __del__
+def test_a_worker_that_cannot_be_started_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would wait for them forever at its exit, after a limit of processes (ulimit -u)."""
+    fork, started = os.fork, []
+
+    def limited() -> int:
+        if started:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        if pid := fork():
+            started.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", limited)
+    with pytest.raises(RunError, match=r"2 workers cannot be started: .*unavailable.*ulimit -u"):
+        next(Batches(dataset(Numbers(20)), batch_size=10, seed=0, num_workers=2))
+    (pid,) = started
+    deadline = time.monotonic() + 20
+    while pid in {child.pid for child in active_children()}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,22 @@ def _warn_of_many(num_workers: int) -> None:
         log.warning("data.num_workers=%d: more than the %d cores there are", num_workers, cores())
 
 
+class _Fork(ForkContext):
+    """Context of multiprocessing that lists its processes; a fork inherits all that it needs.
+
+    ``active_children()`` would also list workers that another thread starts at the same time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processes: list[ForkProcess] = []
+
+    def Process(self, *args: Any, **options: Any) -> ForkProcess:  # type: ignore[override]
+        process = ForkProcess(*args, **options)
+        self.processes.append(process)
+        return process
+
+
 class BatchReader:
     """Iterator over the batches of a DataLoader, given their keys; errors are readable.
 
@@ -97,13 +113,15 @@ class BatchReader:
         maker: Any = _Maker(dataset, SlotPool())
         self._kills = OutOfMemoryKills()
         _warn_of_many(num_workers)
-        with _signals_of_the_main_process(), warnings.catch_warnings():
+        fork = _Fork()
+        self._workers = fork.processes
+        with _started(self._workers, num_workers), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # many workers
             loader: DataLoader[Any] = DataLoader(
                 maker,
                 batch_sampler=batches,
                 num_workers=num_workers,
-                multiprocessing_context="fork" if num_workers else None,  # inherits all it needs
+                multiprocessing_context=fork if num_workers else None,
                 collate_fn=lambda batch: batch,
                 pin_memory=pins_memory(device),
                 prefetch_factor=PREFETCH if num_workers else None,
@@ -111,8 +129,6 @@ class BatchReader:
                 generator=torch.Generator(),  # starting must not draw from the global generator
             )
             self._iterator = iter(loader)
-        # not by active_children(): another thread may start workers at the same time
-        self._workers: list[BaseProcess] = list(getattr(self._iterator, "_workers", ()))
         # The finalizer keeps the iterator alive. In a reference cycle, such as that of a traceback,
         # its queues would be closed before it can ask the workers to end.
         self._stop = weakref.finalize(self, _stop, self._iterator, self._workers)
@@ -155,14 +171,38 @@ def _close_all() -> None:
         stop()
 
 
-def _stop(iterator: Any, workers: list[BaseProcess]) -> None:
+def _stop(iterator: Any, workers: list[ForkProcess]) -> None:
     """Ask workers to end; kill those that do not, such as one that is stuck in a read."""
     shut_down = getattr(iterator, "_shutdown_workers", None)  # none without workers
     if shut_down is not None:
         shut_down()
+    _kill(workers)
+
+
+def _kill(workers: list[ForkProcess]) -> None:
     for worker in workers:
         if worker.is_alive():
             worker.kill()
+
+
+@contextmanager
+def _started(workers: list[ForkProcess], count: int) -> Iterator[None]:
+    """Context for starting ``count`` workers, after which all of them run, or none does.
+
+    Python would wait at its exit for those that were started before an error.
+    """
+    try:
+        with _signals_of_the_main_process():
+            yield
+    except BaseException as error:
+        _kill(workers)
+        if not isinstance(error, OSError):
+            raise
+        raise RunError(
+            f"data: {count} workers cannot be started: {error.strerror}; they need processes "
+            "(ulimit -u, or the pids limit of a container or job), open files (ulimit -n) and a "
+            "writable /dev/shm; use fewer data.num_workers, or 0"
+        ) from error
 
 
 @contextmanager
@@ -204,7 +244,7 @@ def _leave_with(main: int) -> None:
     os._exit(1)
 
 
-def _describe_death(workers: list[BaseProcess], kills: OutOfMemoryKills) -> str | None:
+def _describe_death(workers: list[ForkProcess], kills: OutOfMemoryKills) -> str | None:
     """Describe how a worker died that should be alive, or return None."""
     # a worker may be about to end
     wait([worker.sentinel for worker in workers], timeout=1.0 if workers else 0)
