@@ -34,7 +34,7 @@ class Kept:
     def read(cls, folder: Path) -> Kept:
         """Return the content of ``folder/kept.json``, restricted to existing checkpoints.
 
-        It is empty if the file is missing or invalid.
+        The result is empty if the file is missing or invalid.
         """
         try:
             kept = cls.of(read_json(folder / FILE))
@@ -49,7 +49,7 @@ class Kept:
         return cls(content["metric"], content["mode"], best, tuple(map(int, content["every"])))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON and for the state of a hook."""
+        """Return the fields as plain values, for JSON and for the state of a hook."""
         best = [[step, value] for step, value in self.best]
         return {"metric": self.metric, "mode": self.mode, "best": best, "every": list(self.every)}
 
@@ -65,7 +65,7 @@ class Kept:
 
         Args:
             newest: Path of the newest checkpoint.
-            keep: Number of newest checkpoints to keep in addition.
+            keep: Number of newest checkpoints to keep, whether listed or not.
         """
         self.write(newest.parent)
         rotation.rotate(newest, keep, self.steps)
@@ -83,7 +83,8 @@ class Kept:
     def with_value(self, step: int, value: float, count: int) -> Kept:
         """Return a copy with a new value of the metric, reduced to the ``count`` best values.
 
-        A new value of the same step replaces the old one. Of equal values, the earlier is better.
+        A new value of the same step replaces the old one. Equal values are ranked by step, the
+        earliest first.
 
         Args:
             step: Step of the checkpoint.

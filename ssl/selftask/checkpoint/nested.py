@@ -15,7 +15,7 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 def check_plain(value: Any, key: str = "state") -> None:
-    """Raise TypeError with the first key whose value torch.load(weights_only=True) may refuse.
+    """Raise TypeError for the first value that ``torch.load(weights_only=True)`` may refuse.
 
     Subclasses are rejected: NumPy's float64 is a float, but ``weights_only`` refuses it.
     """
@@ -31,7 +31,7 @@ def check_plain(value: Any, key: str = "state") -> None:
 
 
 def map_tensors(change: Callable[[Tensor, Keys], Any], value: Any, path: Keys = ()) -> Any:
-    """Return new nested containers, each tensor replaced by ``change(tensor, path)``."""
+    """Return new nested containers with each tensor replaced by ``change(tensor, path)``."""
     if isinstance(value, Tensor):
         return change(value, path)
     if isinstance(value, dict):

@@ -33,7 +33,7 @@ class ShardedWriter(CheckpointWriter):
     """
 
     _group: dist.ProcessGroup | None = None
-    _is_readable = False  # until the first one was read
+    _is_readable = False  # until the first checkpoint has been read back
 
     def save(self, state: dict[str, Any], step: int, *, last: bool = False) -> None:
         """Save as CheckpointWriter does; write a single file if nothing is sharded."""
@@ -107,7 +107,7 @@ class ShardedWriter(CheckpointWriter):
 
     def _publish(self, aside: Path, step: int) -> None:
         path = self.folder / f"step_{step:09d}"
-        rotation.discard(path)  # a damaged one of the same step, if any
+        rotation.discard(path)  # a damaged checkpoint of the same step, if any
         os.replace(aside, path)
         manifest.sync(self.folder)
         self._kept.rotate(path, self.keep)

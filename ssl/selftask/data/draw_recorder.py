@@ -1,4 +1,4 @@
-"""Augmentation parameters of each view, as numbers in the batch if they are requested.
+"""Augmentation parameters of each view, added to the batch as numbers on request.
 
 They are taken from the ``Trace`` of each view, which is written when the view is made.
 """
@@ -69,7 +69,7 @@ class DrawRecorder:
             traces: Draws of each view, including those that are only inputs of other views.
         """
         matrices: list[Matrix] = []
-        sizes: list[tuple[int, int]] = []  # of the sample's image behind each view
+        sizes: list[tuple[int, int]] = []  # of the image that each view is made from
         for view, trace in zip(self.made, traces, strict=True):
             matrix = UNMOVED if view.of is None else matrices[view.of]
             for transform, params, size in trace.steps:

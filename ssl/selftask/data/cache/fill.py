@@ -26,7 +26,7 @@ from selftask.logs.stages import staged
 
 log = get_logger(__name__)
 
-_SHARE = 0.9  # of the free space that images may take
+_SHARE = 0.9  # fraction of the free space that images may take
 _READ_AT_ONCE = 64  # batch size for reading
 
 
@@ -35,7 +35,7 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
 
     With ``data.cache=ram`` each process of a run keeps its own images and shares them with its
     workers. With ``disk`` all processes of a machine share one file below ``$SELFTASK_CACHE``,
-    which later runs reuse, unless the file system failed while it was made.
+    which later runs reuse. It is not reused if the file system failed to provide some images.
 
     Args:
         source: Source of the images.

@@ -1,4 +1,4 @@
-"""Packing of a batch's parameters into one tensor."""
+"""Packing of a batch's augmentation parameters into one tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ViewParameters:
     canvas: tuple[int, int]
     """Largest height and width of the images."""
     ragged: bool
-    """Whether these sizes differ between the images."""
+    """Whether the images have different sizes."""
 
 
 class Position(NamedTuple):
@@ -33,11 +33,11 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """Parameters of a batch in one tensor, so that one copy takes them to the device."""
+    """Augmentation parameters of a batch in one tensor, which is copied to the device at once."""
 
-    numbers: Tensor  # (n,) float32; other types are reinterpreted
+    numbers: Tensor  # (n,) float32; bool arrays are stored as their bytes
     views: list[ViewParameters]
-    steps: list[Any]  # of the engine: a Position by name, or the list of a user's transform
+    steps: list[Any]  # for each step: Positions by name, or the list of a user's transform
     view_sizes: list[tuple[int, int]]  # height and width of each view of the batch
 
     def to(self, device: torch.device) -> Packed:

@@ -57,7 +57,7 @@ def _triangle(distance: Tensor) -> Tensor:
 def _cubic(distance: Tensor) -> Tensor:
     """Return the weights of Pillow's cubic filter, with a = -0.5; overwrites ``distance``.
 
-    With f = max(0, 2 - distance) and e = max(0, f - 1) it is f^2 (f - 1) / 2 + e^2 - 2 e^3.
+    With f = max(0, 2 - distance) and e = max(0, f - 1), a weight is f^2 (f - 1) / 2 + e^2 - 2 e^3.
     """
     far = distance.neg_().add_(2).clamp_(min=0)
     near = far - 1
@@ -75,10 +75,10 @@ def resample(
         values: (B, C, H, W).
         down: (B * n, H', H): the first n matrices are for the first image, and so on.
         across: (B * n, W', W).
-        kind: Type of the products. The default on an accelerator is float16: with tensor cores this
-            becomes the cheapest operation instead of the most expensive one. The 11 bits of float16
-            hold whole levels exactly, and the result is within half a level. Elsewhere, the default
-            is the type of ``values``.
+        kind: Dtype of the products. The default on an accelerator is float16: tensor cores make
+            resampling the cheapest augmentation instead of the most expensive one. float16
+            represents integer gray levels exactly, and the error of the result is at most half a
+            level. Elsewhere, the default is the dtype of ``values``.
 
     Returns:
         float32 (B * n, C, H', W').
@@ -98,5 +98,5 @@ def resample(
 
 
 def _converted(values: Tensor, kind: torch.dtype) -> Tensor:
-    """Return contiguous values of type ``kind``, copied at most once."""
+    """Return contiguous values of dtype ``kind``, copied at most once."""
     return values.to(kind, memory_format=torch.contiguous_format).contiguous()

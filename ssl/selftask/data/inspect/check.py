@@ -28,7 +28,7 @@ _MAX_EXAMPLES = 3
 
 
 class Facts(NamedTuple):
-    """Result for one image."""
+    """Facts about one image, as found by ``examine``."""
 
     width: int = 0  # pixels, of the upright image; 0: unreadable
     height: int = 0
@@ -40,7 +40,7 @@ class Facts(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """Unreadable image."""
+    """Path of an unreadable image, and why it cannot be read."""
 
     path: str
     reason: str
@@ -61,8 +61,8 @@ class Report:
     largest: tuple[str, int, int] | None = None
     unreadable: list[Bad] = field(default_factory=list)  # in the order of the source
     duplicates: list[list[str]] = field(default_factory=list)  # paths with the same content
-    copies: list[list[int]] = field(default_factory=list)  # indices of ``duplicates``
-    passed_over: dict[str, int] = field(default_factory=dict)  # image-like files, by extension
+    copies: list[list[int]] = field(default_factory=list)  # ``duplicates`` as indices
+    passed_over: dict[str, int] = field(default_factory=dict)  # skipped files, by extension
 
     @property
     def num_copies(self) -> int:
@@ -74,7 +74,7 @@ class Report:
         return self.num_images / max(self.seconds, 1e-9)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result for ``--json``."""
+        """Return the report as plain values, for ``--json``."""
         return {
             "images": self.num_images,
             "unreadable": [bad._asdict() for bad in self.unreadable],
@@ -178,7 +178,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _header(content: bytes, path: str) -> tuple[str, str]:
-    """Return format and mode as stored; if Pillow cannot open the file, its extension."""
+    """Return the stored format and mode; the extension and "" if Pillow cannot open the file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -194,7 +194,7 @@ class _Table:
     def __init__(self, num_images: int) -> None:
         self.num_bytes = np.zeros(num_images, dtype=np.int64)
         self.sides = np.zeros((num_images, 2), dtype=np.int32)  # width, height; 0: unreadable
-        self.digests = np.zeros(num_images, dtype=f"S{_DIGEST}")  # empty: unreadable
+        self.digests = np.zeros(num_images, dtype=f"S{_DIGEST}")  # empty: content not read
 
     def put(self, index: int, facts: Facts) -> None:
         self.num_bytes[index] = facts.num_bytes

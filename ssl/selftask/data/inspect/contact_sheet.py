@@ -1,4 +1,4 @@
-"""Contact sheet: each row shows an image and its views, as the network gets them."""
+"""Contact sheet: each row shows an image and its augmented views, before normalization."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Row:
 
 
 def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
-    """Return the first images of epoch 0 and their views, with the parameters of training.
+    """Return the first images of epoch 0 and their views, augmented as in training.
 
     The views are taken from a batch as in training, and its normalization is undone. Unreadable
-    images are replaced as in training, but any number of them is allowed.
+    images are replaced as in training, without a limit on their number.
 
     Args:
         config: Config of the run.

@@ -10,11 +10,11 @@ from selftask.data.loading.data_stall import Cores, workers_advice
 from selftask.errors import plural
 
 FILLS_CACHE = ("read", "decode", "read+decode")  # stages that run once with data.cache=ram or disk
-DOMINANT = 0.5  # fraction of a worker's time from which a stage gets advice
+DOMINANT = 0.5  # a stage gets advice if it takes at least this fraction of a worker's time
 
 
 def as_json(times: StageTimes) -> dict[str, Any]:
-    """Return the result for ``--json``."""
+    """Return the report as plain values, for ``--json``."""
     return {
         "ms_per_image": {name: 1e3 * seconds for name, seconds in times.stages.items()},
         "one_process_images_per_s": 1 / times.worker_s,

@@ -1,6 +1,6 @@
-"""Compiled augmentation: a program of several operations on one image, in one call.
+"""Compiled augmentation kernel, which applies several operations to an image in one call.
 
-The package works without it: if there was no compiler at installation, ``available()`` is False.
+selftask works without it: if there was no compiler at installation, ``available()`` is False.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def absence() -> str | None:
 
 
 def fits(height: int, width: int) -> bool:
-    """Return True if the kernel takes images of this size, with rows padded to multiples of 32."""
+    """Return True if the kernel accepts images of this size; rows are padded to multiples of 32."""
     return height * (width + 31) <= MAX_PIXELS and max(height, width) <= MAX_SIDE
 
 

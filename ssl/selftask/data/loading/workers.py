@@ -72,7 +72,7 @@ class _Maker:
 
 @cache
 def _warn_of_many(num_workers: int) -> None:
-    """Warn about more workers than cores, once and not for every loader."""
+    """Warn if there are more workers than cores, once for each number of workers."""
     if num_workers > cores():
         log.warning("data.num_workers=%d: more than the %d cores there are", num_workers, cores())
 
@@ -94,13 +94,13 @@ class _Fork(ForkContext):
 
 
 class BatchReader:
-    """Iterator over the batches of a DataLoader, given their keys; errors are readable.
+    """Iterator that loads batches by their keys in worker processes, with readable errors.
 
     Args:
         dataset: Samples by key.
         batches: Keys of the samples of each batch.
         num_workers: Number of worker processes; 0: read in this process.
-        device: Device that the batches are moved to later.
+        device: Device that the caller copies the batches to; decides whether memory is pinned.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ _OPEN: list[weakref.finalize[..., BatchReader]] = []  # of readers that were not
 def _close_all() -> None:
     """Stop all workers at the exit of the main process.
 
-    They ignore SIGTERM, so Python would wait for these children forever.
+    Workers ignore SIGTERM, so Python would wait forever for them to exit.
     """
     for stop in _OPEN:
         stop()
@@ -245,8 +245,8 @@ def _leave_with(main: int) -> None:
 
 
 def _describe_death(workers: list[ForkProcess], kills: OutOfMemoryKills) -> str | None:
-    """Describe how a worker died that should be alive, or return None."""
-    # a worker may be about to end
+    """Describe how a worker died; return None if all workers are alive."""
+    # a failed worker may still be exiting
     wait([worker.sentinel for worker in workers], timeout=1.0 if workers else 0)
     dead = next((worker for worker in workers if not worker.is_alive()), None)
     if dead is None:

@@ -42,7 +42,7 @@ class BatchedGaussianBlur(UniformOperation):
 def half_kernels(sigma: np.ndarray, radius: int) -> np.ndarray:
     """Return Gaussian weights at distances of 0 to ``radius`` pixels, (B, radius + 1).
 
-    Like OpenCV's kernel for 8 bits, a kernel is truncated.
+    Kernels are truncated like those of OpenCV for 8-bit images.
 
     Args:
         sigma: Standard deviations in pixels, (B,).
@@ -56,13 +56,13 @@ def half_kernels(sigma: np.ndarray, radius: int) -> np.ndarray:
 
 
 def blur_matrix(kernels: Tensor, size: int) -> Tensor:
-    """Return the weights (B, size, size) of ``half_kernels``, mirrored at the borders.
+    """Return matrices (B, size, size) that blur rows or columns, with mirrored borders.
 
     As in OpenCV, mirroring does not repeat the border pixel. If an image is not larger than the
     largest radius, weights beyond the first mirror image are dropped and the others scaled up.
 
     Args:
-        kernels: (B, radius + 1).
+        kernels: Result of ``half_kernels``, (B, radius + 1).
         size: Side of the image, in pixels.
     """
     radius = kernels.shape[1] - 1
@@ -72,10 +72,10 @@ def blur_matrix(kernels: Tensor, size: int) -> Tensor:
 
 @cache
 def _reach(size: int, radius: int, device: torch.device) -> Tensor:
-    """Count how often a pixel or its mirror images are 0 to ``radius`` steps from another.
+    """Count the pixels, with mirror images, at distances of 0 to ``radius`` from each pixel.
 
     Returns:
-        float32 (radius + 1, size * size).
+        float32 (radius + 1, size * size), by distance and by pair of pixels.
     """
     pixel = torch.arange(size, device=device)
     to, last = pixel[:, None], size - 1

@@ -40,7 +40,7 @@ class BatchedRandomResizedCrop(Operation):
         start, end = packed["box"].T.chunk(2)  # (2, B): columns, rows
         height, width = values.shape[2:]
         both = filter_matrix(start, end - start, size, max(height, width), interpolation)
-        across, down = both[0, :, :, :width], both[1, :, :, :height]  # nothing is beyond
+        across, down = both[0, :, :, :width], both[1, :, :, :height]  # weights beyond it are 0
         return to_levels(resample(values, down, across))
 
 
