@@ -25,7 +25,7 @@ class View:
     pipeline: Compose
     of: int | None  # number of the view that it is made from; None: from the image
     shown: bool  # False: it is only used to make other views
-    image: int = 0  # which image of the sample: 0, or 1 + index in ``Views.images``
+    image: int = 0  # 0: the main image of the sample; n: ``Views.images[n - 1]``
 
 
 class Views:
@@ -94,9 +94,9 @@ class Views:
             seed: Seed of the draws.
             epoch: First number of the sample's key.
             index: Second number of the sample's key.
-            out: Arrays that the views are written to where possible, in order.
+            out: Arrays that the views are written to if possible, in order.
             extra_images: Other images of the sample, in the order of ``images``.
-            traces: The draws of each view of ``made`` are appended to it.
+            traces: List that the draws of each view of ``made`` are appended to.
         """
         if self._draws is None or self._seed != seed:
             self._draws, self._seed = ViewDraws(seed), seed

@@ -17,10 +17,10 @@ _ALIKE = 0.8  # similarity from which a name is taken for a misspelled one: labl
 def number_labels(labels: Sequence[str | int | None]) -> tuple[np.ndarray, list[str] | None]:
     """Return the class numbers of labels, int64 (N,), and the class names by number.
 
-    If all labels are whole numbers from -1 on, such as 3 and 3.0, they are kept, and there are no
-    names (None). Otherwise the sorted names are numbered from 0. Numbers of 19 digits or more count
-    as names, since not all of them fit 64 bits. The number of a missing label (None, "" or -1) is
-    -1.
+    If all labels are integers of at least -1, such as 3 and 3.0, they are kept, and the names are
+    None. Otherwise the distinct labels are sorted and numbered from 0. Integers of 19 digits or
+    more count as names, since not all of them fit into 64 bits. The number of a missing label
+    (None, "" or -1) is -1.
     """
     texts = ["" if label is None else str(label) for label in labels]
     names = sorted({*texts} - {""})
@@ -35,7 +35,7 @@ def number_labels(labels: Sequence[str | int | None]) -> tuple[np.ndarray, list[
 
 
 def _is_number(name: str) -> bool:
-    digits = name.removesuffix(".0")  # pandas writes so if one of the labels is missing
+    digits = name.removesuffix(".0")  # pandas writes 3 as 3.0 if a label is missing
     return digits == "-1" or (digits.isascii() and digits.isdecimal() and len(digits) < 19)
 
 
@@ -74,6 +74,6 @@ def name_top_folders(paths: Sequence[str] | PathTable, labels: np.ndarray | None
     """Return the top folder of each class, by class number; an empty list without labels."""
     if labels is None:
         return []
-    first = np.zeros(int(labels.max()) + 2, dtype=np.int64)  # first rows; the last is of label -1
+    first = np.zeros(int(labels.max()) + 2, dtype=np.int64)  # first row by class; last entry: -1
     first[labels[::-1]] = np.arange(len(labels))[::-1]
     return [paths[row].partition("/")[0] for row in first[:-1].tolist()]

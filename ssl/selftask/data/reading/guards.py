@@ -8,7 +8,7 @@ from selftask.errors import UserError
 
 
 def check_memory(num_bytes: int, subject: str, advice: str) -> None:
-    """Raise UserError if data of this size do not fit into free memory.
+    """Raise UserError if data of this size does not fit into free memory.
 
     Args:
         num_bytes: Size of the data.

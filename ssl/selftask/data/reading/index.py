@@ -43,8 +43,8 @@ log = get_logger(__name__)
 class Index:
     """List of paths with labels and other arrays.
 
-    Training needs only ``paths`` and ``labels``. ``arrays`` and ``header`` also hold modification
-    times, by which the next run finds changes.
+    Training needs only ``paths`` and ``labels``. Modification times in ``arrays`` and
+    ``header`` let the next run detect changes.
     """
 
     header: dict[str, Any]  # "num_folders" (with files), and keys that depend on the kind of list
@@ -95,14 +95,15 @@ def cached(
     *,
     always: bool = False,
 ) -> Index:
-    """Return the index in a file if its content is up to date; otherwise make it and save it.
+    """Return the index in a file if its content is up to date; otherwise make it.
 
     Args:
         file: File of the index.
         state: Returns size and modification time of each file that the index is made from.
         make: Makes the index.
-        always: Save the index even if it is short, since making it is expensive. Changes within
-            the resolution of the clock are then not detected.
+        always: Save the new index even if it is short, since making it is expensive. Changes
+            within the resolution of the clock are then not detected. Otherwise only an index of at
+            least ``MIN_INDEXED`` paths is saved.
     """
     now = state()
     if (current := _load_current(file, now)) is not None:
@@ -203,8 +204,9 @@ def only_one(file: Path) -> Iterator[bool]:
         if not alone:
             log_progress("waiting for another process, which lists the same images")
             while not take_lock(lock):
-                with activity("waiting for the list of images"):  # a sign of life, as the wait
-                    time.sleep(0.1)  # may be longer than the hang timeout
+                # a heartbeat, since the wait may be longer than the hang timeout
+                with activity("waiting for the list of images"):
+                    time.sleep(0.1)
         yield alone
 
 

@@ -20,7 +20,7 @@ class PathTable:
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Make a table of existing arrays, such as those of an index file.
+        """Create a table from existing arrays, such as those of an index file.
 
         Args:
             arrays: ``names``: N names as uint8, each followed by a one-byte separator;

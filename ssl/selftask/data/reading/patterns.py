@@ -11,7 +11,7 @@ from pathlib import Path
 from selftask.errors import UserError, nearest
 from selftask.files.paths import is_folder, names_in
 
-MAX_EXPANDED = 10_000_000  # most names of one range in braces
+MAX_EXPANDED = 10_000_000  # maximum length of a range in braces
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 MAGIC = re.compile(r"[*?\[]")

@@ -15,7 +15,7 @@ from selftask.files import addresses
 from selftask.files.addresses import is_remote
 from selftask.files.paths import exists
 
-MAX_OPEN = 64  # local files a process keeps open, as opening is slow on network file systems
+MAX_OPEN = 64  # local files that stay open, since opening is slow on network file systems
 _OPEN: OrderedDict[str, io.FileIO] = OrderedDict()  # of this process; least recently used first
 
 
@@ -52,7 +52,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 def read_part(path: str, offset: int, size: int, name: str) -> bytes:
-    """Read a part of a local or remote file, which holds one image.
+    """Read one image, a byte range of a local or remote file.
 
     Args:
         path: Path or address of the file.

@@ -23,8 +23,8 @@ from selftask.distributed.heartbeat import track
 from selftask.errors import UserError, nearest
 from selftask.logs.stages import staged
 
-THREADS = 8  # that read headers at the same time
-VERSION = 4  # of the file format; other versions are ignored
+THREADS = 8  # threads that read headers
+VERSION = 4  # version of the file format; files of other versions are ignored
 MAX_LABEL = 1 << 20  # bytes of a member with a label; larger members are ignored
 IMAGE_NAMES = (*(name.removeprefix(".") for name in EXTENSIONS), "npy")
 
@@ -44,14 +44,14 @@ class _Shard:
     members: list[Member] = field(default_factory=list)
     labels: list[str | None] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)  # extensions of members, and fields of json members
-    damaged: int | None = None
+    damaged: int | None = None  # byte from which the file is unreadable
     passed_over: Counter[str] = field(default_factory=Counter)
 
 
 def index_shards(shards: list[FileStat], wanted: Wanted) -> Index:
     """Return the index of the images in these shards; make it if it is missing or out of date.
 
-    The paths of the index are the names of the members that hold the images. Its other arrays
+    The paths of the index are the names of the members that contain images. Its other arrays
     locate these members: ``shard`` (N,) int32, an index into ``shards``, and ``start`` and ``size``
     (N,) int64 in bytes. ``header["damaged"]`` has a pair for each damaged shard: its index, and the
     byte from which it is unreadable.

@@ -36,7 +36,7 @@ class Damaged(Exception):
 def walk(file: BinaryIO, path: str) -> Iterator[Member]:
     """Yield the regular files of a tar in order; supports ustar, GNU long names and pax.
 
-    A truncated file, which ends within the content of a member, is not an error.
+    A file that ends within the content of its last member is not an error.
 
     Args:
         file: The tar, which can be seeked.

@@ -32,7 +32,7 @@ class ArrayFile(Source):
         images: str = "images"
         """Key of the images in a .npz file."""
         labels: str | None = "labels"
-        """Key of the labels in a .npz file; ``labels`` may be missing. Null: no labels."""
+        """Key of the labels in a .npz file; the default key may be missing. Null: no labels."""
         channels: int = setting(3, min=1)
         """Number of channels of each image."""
         extras: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class ArrayFile(Source):
             self.labels, self._classes = label_numbers(labels, self.file)
 
     def _kind(self, name: str) -> ExtraKind:
-        """Return the kind of an extra array; raises UserError if its length is wrong."""
+        """Return the kind of an extra array; raises UserError if its length or dtype is wrong."""
         array = self._extras[name]
         if len(array) != len(self.images) or array.dtype.kind not in "Ubuif":
             raise UserError(
@@ -150,9 +150,9 @@ def check_shape(shape: tuple[int, ...], channels: int, file: str) -> None:
 
 
 def label_numbers(labels: np.ndarray, file: str) -> tuple[np.ndarray, list[str] | None]:
-    """Convert labels (N,) to class numbers, int64 (N,), and return the class names, too.
+    """Return the class numbers of labels, int64 (N,), and the class names by number.
 
-    Whole numbers are kept, as int64, without names; texts are numbered by ``number_labels``.
+    Whole numbers are kept, and their names are None; texts are numbered by ``number_labels``.
 
     Args:
         labels: Whole numbers or texts (bytes are UTF-8), (N,).
@@ -165,7 +165,7 @@ def label_numbers(labels: np.ndarray, file: str) -> tuple[np.ndarray, list[str] 
         is_bytes = labels.dtype.kind == "S"
         texts: Any = np.char.decode(labels, "utf-8", "surrogateescape") if is_bytes else labels
         return number_labels(texts.tolist())
-    with np.errstate(invalid="ignore"):  # NaN becomes a number, which differs from it
+    with np.errstate(invalid="ignore"):  # NaN becomes an integer, which is not equal to it
         numbers = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
     if numbers is None or not np.array_equal(numbers, labels):
         raise UserError(

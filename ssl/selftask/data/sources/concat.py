@@ -20,10 +20,10 @@ from selftask.registry import register_source
 
 @register_source("concat")
 class Concat(Delegating):
-    """Concatenates sources; an epoch can show the images of a source several times.
+    """Concatenation of sources; an epoch can show the images of a source several times.
 
     With weights [1, 3], an epoch has each image of the first source once and each image of the
-    second source three times. These three have different indices and independent random draws.
+    second source three times, with different indices and independent random draws.
     Classes of the same name are merged.
     """
 

@@ -37,12 +37,12 @@ class Hdf5(Source):
         path: str
         """Path of the HDF5 file."""
         images: str = "images"
-        """Key of the data set that holds the images, such as ``group/name``."""
+        """Key of the data set of images, such as ``group/name``."""
         labels: str | None = "labels"
-        """Key of the labels; ``labels`` may be missing. Texts are numbered in sorted order.
-        Null: no labels."""
+        """Key of the labels; the default key may be missing. Texts are numbered in sorted
+        order. Null: no labels."""
         labels_path: str | None = None
-        """Other file that holds the labels; null: the file of the images."""
+        """Path of the file with the labels; null: the file of the images."""
         channels: int = setting(3, min=1)
         """Number of channels of each image."""
 

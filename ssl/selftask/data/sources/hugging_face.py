@@ -32,7 +32,7 @@ class HuggingFace(Source):
         path: str
         """Folder written by ``save_to_disk``."""
         split: str | None = None
-        """Split to read from a folder with several; null: train, or the only split."""
+        """Split to read if the folder has several; null: ``train``, or the only split."""
         images: str | None = None
         """Column of the images; null: the only column of type Image, or ``image``."""
         labels: str | None = None
@@ -125,7 +125,7 @@ def _split_folder(folder: str, split: str | None) -> str:
 
 
 def _open(folder: str, image_column: str | None) -> Any:
-    """Memory-map a data set, or only its ``image_column`` if given, whose images stay encoded."""
+    """Memory-map a data set; with ``image_column`` only this column, whose images stay encoded."""
     import datasets
 
     with explained(f"data.path: {folder} cannot be opened", OSError, ValueError, KeyError):
@@ -154,7 +154,7 @@ def _check_texts(dataset: Any, column: str, folder: str) -> None:
 
 
 def _number_type(feature: Any) -> str:
-    """Return the dtype of a feature of arrays or nested lists; the default would be int64."""
+    """Return the dtype of a feature of arrays or nested lists; datasets would return int64."""
     while not hasattr(feature, "dtype") or feature.dtype == "list":
         feature = feature.feature
     return str(feature.dtype)
@@ -175,7 +175,7 @@ def _image_column(dataset: Any, wanted: str | None, folder: str) -> str:
 
 
 def _labels(dataset: Any, wanted: str | None, folder: str) -> list[str | int | None] | None:
-    """Return the column of labels, None if there is none."""
+    """Return the labels; None if there is no column, or if the default column has no classes."""
     names = list(dataset.features)
     if wanted is not None and wanted not in names:
         raise UserError(f"data.labels: {folder} has no column {wanted!r}; {nearest(wanted, names)}")

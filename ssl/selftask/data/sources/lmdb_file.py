@@ -30,7 +30,7 @@ class Lmdb(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """Folder that holds data.mdb, or the file itself."""
+        """Folder with data.mdb, or the path of this file."""
         shape: list[int] | None = setting(None, min=1)
         """Shape [H, W, C] of raw uint8 pixels; null: images are encoded."""
         labels: bool = True
@@ -135,7 +135,7 @@ def _check_length(opened: Any, path: str) -> None:
 def _image_keys(opened: Any, path: str, labels: dict[bytes, bytes]) -> Iterator[bytes]:
     """Yield the keys of images, sorted by bytes; add keys and values of labels to ``labels``.
 
-    Keys such as ``__len__`` hold metadata, often pickled. They are not read.
+    Entries such as ``__len__`` are metadata, often pickled, and are not read.
     """
     suffix = _LABEL.encode()
     with (

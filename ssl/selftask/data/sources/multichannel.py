@@ -1,4 +1,4 @@
-"""Images with any number of channels, in 8 or 16 bits or floats."""
+"""Images with any number of channels and any numeric type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from selftask.files.paths import is_folder
 from selftask.registry import register_source
 
 EXTENSIONS = (".npy", ".npz", ".tif", ".tiff")
-MAX_TRIED = 20  # number of first files among which a readable one must be
+MAX_TRIED = 20  # number of first files of which one must be readable
 
 
 @register_source("bands")

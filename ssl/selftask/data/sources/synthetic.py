@@ -16,7 +16,7 @@ _STREAM = 0x73796E74  # "synt": separates these draws from other uses of the sam
 
 @register_source("synthetic")
 class Synthetic(Source):
-    """Noise around a color for each class; image i depends only on the seed and i."""
+    """Noise added to a random color for each class; image i depends only on the seed and i."""
 
     drawn_in_size = True
 

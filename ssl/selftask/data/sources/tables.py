@@ -56,8 +56,8 @@ class TableSource(FileSource):
         column: str | None = None
         """Column of the paths; null: ``path``, ``file``, ``image``, ..., or the only column."""
         label_column: str | None = "label"
-        """Column of the labels; ``label`` may be missing. Texts are numbered in sorted order.
-        Null: no labels."""
+        """Column of the labels; the default column may be missing. Texts are numbered in sorted
+        order. Null: no labels."""
         root: str | None = None
         """Folder that paths are relative to; null: the folder of the table."""
         delimiter: str | None = None

@@ -41,6 +41,6 @@ class Tokenizer(ABC):
 
 
 def build_tokenizer(component: Component) -> Tokenizer:
-    """Build the tokenizer of ``data.tokenizer``."""
+    """Build the tokenizer that ``data.tokenizer`` configures."""
     kind = TOKENIZERS[component.name]
     return kind(kind.Config(**component.args))

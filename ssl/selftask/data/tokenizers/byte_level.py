@@ -14,14 +14,14 @@ START, END = NUM_BYTES + 1, NUM_BYTES + 2  # 0 is padding, 1 + b the byte b
 
 @register_tokenizer("bytes")
 class Bytes(Tokenizer):
-    """The bytes of a text in UTF-8 between a start and an end token: the default."""
+    """UTF-8 bytes of a text between a start and an end token (default)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         length: int = setting(77, min=3)
         """Number of tokens of a text, including start and end; longer texts are truncated."""
         lower: bool = True
-        """Whether texts become lower-case, as CLIP does."""
+        """Whether texts are converted to lower case, as in CLIP."""
 
     vocab_size = END + 1
 

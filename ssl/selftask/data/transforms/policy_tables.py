@@ -1,4 +1,4 @@
-"""Operations and magnitudes of automatic augmentation; magnitudes and names as in torchvision."""
+"""Operations of automatic augmentation, with torchvision's names and magnitudes."""
 
 from __future__ import annotations
 
