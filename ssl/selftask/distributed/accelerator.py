@@ -1,7 +1,7 @@
 """Streams, events, memory and generators of any accelerator: CUDA, XPU, MPS, or a plugin's.
 
 torch has a module for each type of device (``torch.cuda``, ``torch.xpu``, ``torch.mps``). Their
-functions are the same, but some modules lack a few. On the CPU, the functions of this file do
+functions are the same, but some modules lack a few. On the CPU, functions without a result do
 nothing.
 """
 
@@ -33,7 +33,7 @@ def names() -> list[str]:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return True if the device runs operations asynchronously to the host."""
+    """Return True for all devices but ``cpu`` and ``meta``."""
     return device.type not in ("cpu", "meta")
 
 
@@ -43,7 +43,7 @@ def pins_memory(device: torch.device) -> bool:
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the device of a host tensor, without waiting for the copy to finish."""
+    """Copy a host tensor to the device asynchronously."""
     source = tensor.pin_memory() if pins_memory(device) else tensor
     return source.to(device, non_blocking=True)
 
@@ -54,13 +54,13 @@ def prefers_channels_last(device: torch.device) -> bool:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has finished everything that was launched."""
+    """Wait until the device has finished all launched operations."""
     if is_accelerator(device):
         _module(device).synchronize()
 
 
 def side_stream(device: torch.device) -> Any:
-    """Return a new stream in addition to the current one, or None if the device has none."""
+    """Return a new stream of the device, or None if it has no streams."""
     has_streams = is_accelerator(device) and hasattr(_module(device), "Stream")
     return _module(device).Stream(device) if has_streams else None
 

@@ -26,7 +26,7 @@ def seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def usually_collected() -> Iterator[None]:
-    """Context with normal garbage collection: in training, a cycle may hold large tensors.
+    """Context with normal garbage collection, since cycles may keep large tensors alive.
 
     Objects that exist at its start are excluded (``gc.freeze``), so that loader workers continue to
     share their memory with this process.

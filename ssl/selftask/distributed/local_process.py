@@ -1,4 +1,4 @@
-"""Checks whether processes of this machine run, and the limit of open files of this process.
+"""Check whether local processes are running; raise the open-file limit of this process.
 
 Does not import torch.
 """

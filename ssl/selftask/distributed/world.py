@@ -150,7 +150,7 @@ def _from_mpi(rank: str, size: str, local_rank: str, local_size: str) -> World:
 
 
 def launch_name(launcher: str) -> str:
-    """Return a name that the ranks of this launch on this machine share, and no other launch has.
+    """Return a name that is unique to this launch and shared by its ranks on this machine.
 
     srun and Open MPI name their launches. For other launchers, whose children are the ranks, it is
     the process id of the launcher.

@@ -1,4 +1,4 @@
-"""The cache folder, for results and downloads that later runs use again."""
+"""The cache folder, for results and downloads that later runs reuse."""
 
 from __future__ import annotations
 

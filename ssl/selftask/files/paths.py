@@ -51,9 +51,9 @@ def names_in(folder: str | Path) -> list[str]:
 
 
 def explain(error: OSError) -> str | None:
-    """Return a one-line message for a system error, such as a full disk, or None for others.
+    """Return a one-line message for a system error, such as a full disk; None for other errors.
 
-    A missing file also gives None; the caller that needs the file reports it.
+    The result is also None for a missing file, which the caller reports.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # of a write
         return f"{_strerror(error)}: the output or a file could not be written"

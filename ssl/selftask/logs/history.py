@@ -1,4 +1,4 @@
-"""History of each column of the rows, for hooks that depend on earlier values."""
+"""History of each logged column, for hooks that depend on earlier values."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _DUMB = ("dumb", "unknown", "")
 
 
 def can_draw() -> bool:
-    """Return True on rank 0, unless quiet, if stdout is a terminal that can redraw lines."""
+    """Return True on rank 0 if stdout can redraw lines and the output is not quiet."""
     return (
         sys.stdout is not None  # a script without a console
         and sys.stdout.isatty()
@@ -85,7 +85,7 @@ class Stage:
 
 @contextmanager
 def stage(name: str, total: float | None = None, *, at_once: bool = False) -> Iterator[Stage]:
-    """Context with a line for a stage.
+    """Context that shows the progress line of a stage.
 
     Args:
         name: One word, such as ``scan``.
@@ -154,7 +154,7 @@ class _Display:
             if not self.progress.tasks:
                 self.over.set()
                 draw_over(None)
-                self.print()  # what came in between
+                self.print()  # lines logged in between
                 self.progress.stop()
                 self.progress = None
 

@@ -1,4 +1,4 @@
-"""Column name of unreadable images, and access to the sentences about them in a status."""
+"""Records of unreadable images in ``metrics.jsonl`` and ``status.json``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 UNREADABLE = "unreadable_images"
-"""Column of ``metrics.jsonl``, a number, and entry of ``status.json``, a list of sentences."""
+"""Key of a number in ``metrics.jsonl`` and of a list of sentences in ``status.json``."""
 
 
 def unreadable_sentences(status: Mapping[str, Any]) -> list[str]:

@@ -47,7 +47,7 @@ _FILLS_IN = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class FSDPReduction(Reduction):
-    """``fully_shard`` for each block, then for the rest of a network.
+    """Reduction that shards each block of a network, then its other parameters.
 
     Args:
         bucket_mb: Size of a gradient bucket for unsharded parameters, in MiB.
@@ -179,7 +179,7 @@ class FSDPReduction(Reduction):
     def regroup(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Split groups into sharded and unsharded parameters; fused optimizers cannot mix them."""
         self._parameters = [p for group in groups for p in group["params"]]
-        self._layout: list[tuple[int, list[int]]] = []  # per new group: old group, places
+        self._layout: list[tuple[int, list[int]]] = []  # per new group: old group, its parameters
         arranged, first = [], 0
         for number, group in enumerate(groups):
             places = range(first, first + len(group["params"]))
@@ -235,7 +235,7 @@ class FSDPReduction(Reduction):
 
 
 def _mesh(device_type: str, shard_over: str | int) -> DeviceMesh:
-    """Return a mesh of all ranks, or (copies, shards) if several groups have one copy each."""
+    """Return a mesh of all ranks, or a (copies, shards) mesh if several groups have a copy each."""
     groups = rank_groups(shard_over, "parallel.shard_over")
     if len({len(group) for group in groups}) > 1:
         sizes = ", ".join(str(len(group)) for group in groups)
