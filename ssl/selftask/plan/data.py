@@ -1,4 +1,4 @@
-"""Data of a plan: counted if they are on this machine, otherwise as assumed."""
+"""Fake data of a plan, with the sizes of the real data or with assumed sizes."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from selftask.plan.fake_data import FakeData
 from selftask.plan.fake_task import FakeTask
 from selftask.task.numerics import numerics
 
-_BLOCKS, _SECONDS = 3, 20.0  # blocks of steps to time; seconds after which no other block begins
-_BLOCK_SECONDS, _MOST_STEPS = 0.5, 20  # length of a block
+_BLOCKS, _SECONDS = 3, 20.0  # minimum number of timed blocks; no block begins after 20 s
+_BLOCK_SECONDS, _MOST_STEPS = 0.5, 20  # target length of a block; maximum number of its steps
 
 
 def measure(config: Config, data: FakeData) -> tuple[float, torch.device]:
-    """Return the images per second of one rank, with its share of the batch, and its device.
+    """Time one rank on its share of the batch; return its images per second and its device.
 
     The images are random and already on the device, so loading and communication are not measured.
     The first step is not timed. As in a run, the host waits for the device only after several

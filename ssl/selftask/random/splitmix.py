@@ -42,7 +42,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 def splitmix64(start: Tensor, position: Tensor) -> Tensor:
     """Return the 64 bits at ``position`` of the stream that begins at ``start``.
 
-    Two positions of one stream never hold the same number.
+    The numbers of one stream are all different.
 
     Args:
         start: int64 of any shape, the state before the first number.

@@ -43,7 +43,7 @@ def train_sweep(recipe: str, points: Sequence[Point]) -> int:
 
     Args:
         recipe: Name or path of the recipe.
-        points: The runs.
+        points: Name and overrides of each run.
 
     Returns:
         0 if all runs are finished, else the exit code of the first run that is not.
@@ -97,7 +97,7 @@ class Sweep(Children):
 
     def wait(self) -> int:
         """Train all runs; return 0, or the exit code of the first run that is not finished."""
-        running: dict[int, int] = {}  # index of the run, and of its process, in each slot
+        running: dict[int, int] = {}  # slot -> index of its run and of the run's process
         try:
             while running or self._has_next():
                 for slot in range(self.at_once):
@@ -115,7 +115,7 @@ class Sweep(Children):
         return next(filter(None, codes), 0)
 
     def _has_next(self) -> bool:
-        """Return whether another run is to be started."""
+        """Return whether there is another run to start."""
         return self.stopped_by is None and len(self.processes) < len(self.runs)
 
     def _start_next(self, slot: int) -> None:
@@ -128,7 +128,7 @@ class Sweep(Children):
         self.start(run.command, [chosen], stdout=quiet, stderr=quiet, stdin=subprocess.DEVNULL)
 
     def _report(self, index: int) -> None:
-        """Log how a run of several has ended: the last line of its log."""
+        """Print the last log line of a run that has ended, if runs do not print to the terminal."""
         if self.at_once > 1:
             run, code = self.runs[index], shell_code(self.processes[index].returncode)
             last = last_line(run.out / "log.txt") or f"exit code {code}, and no log"
@@ -144,7 +144,7 @@ def _visible_gpus() -> list[str]:
 
 
 def _share(gpus: Sequence[str], slot: int, processes: int) -> Sequence[str]:
-    """Return the GPUs of the run in a slot: one a process, different ones in different slots."""
+    """Return the GPUs of a slot's run, one per process; all GPUs if they do not suffice for two."""
     shares = max(1, len(gpus) // processes)
     first = slot % shares * processes
     return gpus[first : first + processes] if shares > 1 else gpus

@@ -1,9 +1,9 @@
 """Watchdog thread that detects failed, dead and hanging ranks.
 
-Every rank writes a heartbeat once a second to a board, a key-value store hosted by rank 0, and
-reads whether another rank has failed. Rank 0 also reads all heartbeats to detect dead ranks. If no
-rank makes progress for ``launch.hang_timeout_s``, rank 0 collects the stack of every rank and
-reports which rank is missing.
+Every rank writes a heartbeat once a second (less often with more than 256 ranks) to a board, a
+key-value store hosted by rank 0, and reads whether another rank has failed. Rank 0 also reads all
+heartbeats to detect dead ranks. If no rank makes progress for ``launch.hang_timeout_s``, rank 0
+collects the stack of every rank and reports which rank is missing.
 
 The main thread may be blocked in a collective. The watchdog therefore reports the failure and ends
 the process itself.
@@ -95,7 +95,7 @@ class Watch:
     def end(self) -> None:
         """End the thread without notifying other ranks, which detect the end of this process.
 
-        A script or notebook may continue after its run, without progress of a run to watch.
+        A script or notebook may continue after its run, and would be reported as a hanging run.
         """
         self._over.set()
 
@@ -152,7 +152,7 @@ class Watch:
         return None
 
     def _announce(self, failure: Failure) -> Failure:
-        """Write the failure to the board unless there is one; return the one on the board."""
+        """Write the failure to the board unless it already has one; return the board's failure."""
         assert self.board is not None
         try:
             return Failure.from_json(self.board.set_once("failed", failure.to_json()))

@@ -35,7 +35,7 @@ from selftask.run.slurm_job import LOCAL_REQUEUES, in_local_job
 from selftask.slurm.batch_epilogue import ENDED, MARK
 
 WARNING = "USR2"  # signal before the time limit, on which runs save and requeue
-# sbatch copies the environment of the submission, which may have them from another launcher.
+# Set by other launchers; sbatch would copy them from the environment of the submission.
 _OF_LAUNCHERS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
 
 
@@ -54,7 +54,7 @@ def signal_delay_s(limit: int) -> int:
 class Submission:
     """One run as a picklable callable for submitit, the same in every task."""
 
-    config: dict[str, Any]  # resolved, as plain types; `resume` lets each attempt resume the run
+    config: dict[str, Any]  # resolved, as plain types; for `resume` see `read_config`
     folder: str  # working directory of the submission, base of relative paths in the config
     modules: list[str] = field(default_factory=list)  # added to sys.path for `import:`
     requeues: int = 0  # of a local job, which does not count them itself
@@ -131,7 +131,7 @@ class Submission:
 class Executor(SlurmExecutor):
     """submitit's SLURM executor, extended to return its script without SLURM.
 
-    ``teardown`` holds shell lines that run after srun; submitit supports them only since 1.5.4.
+    ``teardown`` contains shell lines to run after srun; submitit supports them only since 1.5.4.
     """
 
     teardown: Sequence[str] = ()

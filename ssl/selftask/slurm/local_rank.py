@@ -32,7 +32,8 @@ def _record(out: Path, error: Exception) -> None:
     from selftask.slurm.batch_epilogue import Record
 
     record = Record(out, read_world().attempt)
-    if record.state not in (None, "requeued"):  # the run had begun; requeued: by the one before
+    # the run has recorded its own end; "requeued" is from the previous attempt
+    if record.state not in (None, "requeued"):
         return
     text = "; ".join(message_of(error).splitlines())
     where = {"attempt": record.attempt, "host": socket.gethostname(), "pid": os.getpid()}

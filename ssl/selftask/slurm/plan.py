@@ -150,7 +150,7 @@ def read_local(recipe: str, overrides: list[str]) -> tuple[list[Config], list[Su
         overrides: ``key=value`` arguments, which may span a sweep.
 
     Raises:
-        UserError: If a config is invalid, a job is queued, or disk space is too small.
+        UserError: If a config is invalid, a job is queued, or there is too little disk space.
     """
     base, configs, _ = _read(recipe, expand_sweep(overrides))
     queue.check_idle(base)
@@ -178,8 +178,8 @@ def derived_options(
     chosen_options = {option(key): value for key, value in config.launch.slurm.items()}
     derived: dict[str, Any] = {}
     workers, notes = config.data.num_workers, []
-    is_auto = config.place("data.num_workers").startswith("auto")  # from this machine, not nodes
-    # a rank has one GPU, and sbatch takes one of both
+    is_auto = config.place("data.num_workers").startswith("auto")  # counted on this machine
+    # a rank has one GPU, and sbatch accepts only one of the two options
     cpus_of_rank = chosen_options.get("cpus_per_task", chosen_options.get("cpus_per_gpu"))
     if cpus_of_rank is None:
         workers = min(workers, _MAX_DERIVED_CPUS) if is_auto else workers
@@ -190,7 +190,7 @@ def derived_options(
         workers = int(cpus_of_rank)
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
     asked = any(key in chosen_options for key in GPUS)
-    asked = asked or "gpu" in str(chosen_options.get("gres"))  # else local disks and the like
+    asked = asked or "gpu" in str(chosen_options.get("gres"))  # may also name local disks
     wanted = config.train.device == "cuda" or (
         config.train.device == "auto" and any(partition.gpus for partition in partitions)
     )
