@@ -1,6 +1,6 @@
 """AdCo: contrast with negatives that are trained against the network.
 
-V: queries per image (1, or 2 if symmetric), B: images per rank, W: ranks, D: width of the head,
+V: queries per image (1, or 2 if symmetric), B: images per rank, D: width of the head,
 K: negatives.
 """
 
@@ -34,7 +34,7 @@ class AdCo(MomentumKeys, EMATeacher):
     Published: ImageNet linear top-1 of ResNet-50 68.6 after 200 epochs, 72.8 after 800 (authors'
     README).
 
-    Use it if MoCo works for you but fewer, harder negatives than its queue are wanted.
+    Use it if MoCo works for you but you want fewer and harder negatives than its queue has.
 
     Differs from the authors' code:
 
@@ -69,7 +69,7 @@ class AdCo(MomentumKeys, EMATeacher):
         """Weight decay of the negatives."""
 
     negatives: Tensor
-    """Trained negatives, (K, D); their directions are used."""
+    """Trained negatives, (K, D); the loss normalizes them."""
     velocity: Tensor
     """Momentum buffer of the negatives' SGD, (K, D)."""
 

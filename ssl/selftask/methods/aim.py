@@ -1,4 +1,4 @@
-"""AIM: predict the next patch of an image, row by row.
+"""AIM: predict the next patch of an image, in raster order.
 
 B: images per rank, N: patches of an image, E: width of the backbone, P: numbers in a patch.
 """
@@ -40,7 +40,7 @@ class AIM(MaskedPatches):
     Published: ImageNet top-1 of an attentive probe: AIM-0.6B 79.4, 1B 82.3, 3B 83.3, 7B 84.0
     (authors' README).
 
-    Use it to train very large transformers on very many images; weak by k-NN.
+    Use it to train very large transformers on very many images; its features are weak by k-NN.
 
     Differs from lightly's code; the authors' code for pretraining is not public:
 

@@ -1,6 +1,6 @@
 """All4One: contrast with a neighbor and a centroid of neighbors; decorrelate the features.
 
-B: images per rank, W: ranks, D: width of projector and predictors, K: length of the queue,
+B: images per rank, D: width of projector and predictors, K: length of the queue,
 N: neighbors.
 """
 
@@ -33,19 +33,18 @@ EPS = 1e-12  # added under square roots, whose gradient at 0 is infinite
 class All4One(ProjectorTeacher):
     """All4One (arXiv:2303.09417): contrasts a view with a neighbor and a centroid of neighbors.
 
-    Loss: ``-log softmax(nn.p/tau)`` of a neighbor, the same for centroids, and the distance of the
-    cosines between feature dimensions from the identity.
+    Loss: ``-log softmax(nn.p/tau)`` of a neighbor nn and a prediction p, the same for centroids,
+    and the distance of the cosines between feature dimensions from the identity matrix.
 
-    Published: CIFAR-10 top-1 of ResNet-18 93.24, CIFAR-100 72.17, ImageNet-100 81.93 (solo-learn's
-    README, which has the authors' code).
+    Published: CIFAR-10 top-1 of ResNet-18 93.24, CIFAR-100 72.17, ImageNet-100 81.93 (README
+    of solo-learn, which contains the authors' code).
 
-    Use it if accuracy matters more than time: three terms and a transformer for each step.
+    Use it if accuracy matters more than time: a step computes three terms and a transformer.
 
     Differs from the authors' code:
 
-    * Positions of the transformer number the neighbors. The authors' code calls the same function
-      with the axes exchanged, so that each neighbor gets one channel of positions along its
-      features.
+    * The transformer's position embeddings number the neighbors; in the authors' code, which
+      exchanges the axes, they number the feature dimensions.
     * The transformer has no dropout: its draws would differ between calls of the loss.
     """
 
@@ -85,7 +84,7 @@ class All4One(ProjectorTeacher):
         centroid_temperature: float = setting(0.1, above=0)
         """Temperature of the similarities to centroids."""
         feature_weight: float = setting(5.0, min=0)
-        """Weight of the term of feature dimensions; each of the other terms has 0.5."""
+        """Weight of the feature term; the other two terms have a weight of 0.5 each."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.out_dim % 2 or self.out_dim % self.num_heads:
@@ -218,7 +217,7 @@ def centroid_loss(
 def feature_loss(prediction: Tensor, target: Tensor) -> Tensor:
     """Return how much the cosines between feature dimensions differ from the identity matrix.
 
-    The result is half the root mean square difference on the diagonal plus half of the one off the
+    The result is half the root mean square difference on the diagonal plus half of that off the
     diagonal. The cosines are over the batch of all ranks.
 
     Args:

@@ -42,9 +42,9 @@ class BarlowTwins(Projected):
 
     Differs from the authors' code:
 
-    * The loss is scaled by 0.024, as in the authors' code up to commit 046eec3 (``--scale-loss``).
-      The newest commit, 8e8d284, has a second learning rate for biases and norms instead
-      (``--learning-rate-biases``).
+    * The ImageNet recipe scales the loss by 0.024, as the authors' code did up to commit 046eec3
+      (``--scale-loss``). The newest commit, 8e8d284, has a second learning rate for biases and
+      norms instead (``--learning-rate-biases``).
     """
 
     paper = (

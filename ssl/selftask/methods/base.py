@@ -2,8 +2,8 @@
 
 A method is an ``nn.Module``. Its queue, center, prototypes or teacher are buffers and sub-modules,
 so they are moved, saved and resumed without additional code. Its own parameters, such as a
-predictor's, are trained. It is also a hook, called first at each point. ``task.loss`` is the
-method: its ``forward`` returns the loss.
+predictor's, are trained. It is also a hook, called before all others at each hook
+point. ``task.loss`` is the method: its ``forward`` returns the loss.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class Method(nn.Module, Hook):
     in the head has one row for each of them.
     """
     paper: ClassVar[str] = ""
-    """Reference: authors, title, and venue with the year, or the year alone. Name and arXiv number
-    of the method begin its docstring: ``DINO (arXiv:2104.14294): one sentence``.
+    """Reference: authors, title, and venue with the year, or the year alone. The docstring of
+    the method begins with its name and arXiv number: ``DINO (arXiv:2104.14294): one sentence``.
     """
     columns: ClassVar[dict[str, str]] = {}
-    """Terms of the loss and other columns of metrics.jsonl that the method logs, with texts."""
+    """Descriptions of the columns of metrics.jsonl that the method logs, such as loss terms."""
     outputs_logits: ClassVar[bool] = False  # True if the output is (B, C), as meters expect
     sample_dim: ClassVar[int | None] = 1
     """Dimension of the samples in the network's output, or in the ``prediction`` of a
@@ -313,7 +313,7 @@ class Method(nn.Module, Hook):
     ) -> tuple[nn.Module, nn.Module] | None:
         """Return the trained head for images and the text tower; None if there is none.
 
-        Both embed in one space: features (B, E) -> (B, D), and token ids (T, L) -> (T, D).
+        Both embed in one space: features (B, E) -> (B, D), token ids (T, L) of T texts -> (T, D).
 
         Args:
             embed_dim: Number of features of the exported backbone, E.

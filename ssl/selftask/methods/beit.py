@@ -44,7 +44,7 @@ class BEiT(BlockMaskedPatches):
 
     Published: ImageNet fine-tuned top-1 of ViT-B 85.5 and ViT-L 87.3 for BEiT v2 (authors' README).
 
-    Use it to fine-tune a transformer, if a tokenizer (``vqkd``) of similar images exists.
+    Use it before fine-tuning a transformer, if a tokenizer (``vqkd``) of similar images exists.
 
     Differs from the authors' code:
 
@@ -138,16 +138,16 @@ class BEiT(BlockMaskedPatches):
 
 
 class BranchNetwork(HiddenPatchNetwork):
-    """Backbone and head; a branch predicts again, from a class token and patches of an early layer.
+    """Backbone and head, with a branch that also predicts the hidden patches (BEiT v2).
 
-    A few blocks predict the hidden patches from the last layer's class token (or the mean of its
+    The branch, a few blocks, predicts them from the last layer's class token (or the mean of its
     patches) and the patches of an early layer. The class token is the only input from later layers,
     so it learns to describe the image.
 
     Args:
         backbone: Backbone with ``"tokens"`` and ``"hidden"`` in its ``offers``.
         head: Patches (..., E) -> scores (..., K); used for the backbone and the branch.
-        layer: Number of the early layer.
+        layer: Index of the early layer.
         depth: Number of blocks.
         num_heads: Attention heads of a block.
     """
@@ -174,5 +174,5 @@ class BranchNetwork(HiddenPatchNetwork):
 
 
 def _cross_entropy(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Return the cross-entropy of scores (B, H, K) with tokens (B, H), (B, H)."""
+    """Return the cross-entropy (B, H) of scores (B, H, K) with tokens (B, H)."""
     return F.cross_entropy(scores.transpose(1, 2), tokens, reduction="none")

@@ -31,14 +31,14 @@ from selftask.registry import register_method
 
 
 class MaskedPredictions(NamedTuple):
-    """Outputs for the masked patches."""
+    """Outputs and targets for the masked patches."""
 
     features: Tensor
     """(B, Q, E), predicted by the regressor."""
     scores: Tensor
     """(B, Q, T), of the decoder."""
     targets: Tensor
-    """(B, Q, E), features of the masked patches by the encoder, without gradients."""
+    """(B, Q, E), the encoder's features of the masked patches, without gradients."""
 
 
 @register_method("cae")
@@ -132,7 +132,7 @@ class CAE(KeptPatches):
 class ContextNetwork(Network):
     """Encoder of the kept patches, and a head that predicts the masked ones.
 
-    Its targets are the encoder's features of the masked patches, without gradients.
+    The targets are the encoder's features of the masked patches, without gradients.
     """
 
     def forward(self, inputs: tuple[Tensor, Kept]) -> PatchOutput:  # type: ignore[override]

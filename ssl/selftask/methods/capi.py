@@ -1,4 +1,4 @@
-"""CAPI: predict the clusters of hidden patches, from an online clustering of a teacher's patches.
+"""CAPI: predict the clusters of hidden patches; a teacher's patches are clustered online.
 
 B: images per rank, N: patches of an image, V of them visible, Q of the others predicted, E: width
 of the backbone, K: clusters.
@@ -38,8 +38,8 @@ from selftask.registry import register_method
 class CAPI(MaskedPatches, EMATeacher):
     """CAPI (arXiv:2502.08769): predicts the clusters of hidden patches from the visible ones.
 
-    Loss: ``-sum_k a_k log softmax(s/tau)_k`` with assignments a of a teacher's patches, and the
-    same for the clusters themselves.
+    Loss: ``-sum_k a_k log softmax(s/tau)_k`` with assignments a of a teacher's patches; the
+    same loss trains the clusters.
 
     Published: ImageNet attentive probe of ViT-L/14 82.9, 83.8 from LVD-142M (authors' README).
 
@@ -108,7 +108,7 @@ class CAPI(MaskedPatches, EMATeacher):
                 "warmup_start": 1.0,
             }
         )
-        """Momentum of the teacher, which is random and fixed at first."""
+        """Momentum of the teacher; by default it starts at 1, since the teacher is random at first."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if config["backbone"].get("pool") == "token":

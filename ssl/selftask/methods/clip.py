@@ -42,8 +42,9 @@ class CLIP(Method):
 
     Differs from the authors' code:
 
-    * Found by reading: the towers use GELU, not QuickGELU; positions are not decayed; the image
-      tower has no norm before its first block; tokens are bytes unless a vocabulary is named.
+    * The towers use GELU, not QuickGELU. The image tower has no norm before its first block.
+    * Position embeddings have no weight decay.
+    * Tokens are bytes unless the config names a vocabulary.
     """
 
     paper = (
@@ -143,7 +144,7 @@ class TwoTowers(Network):
         self.text_head = text_head
 
     def forward(self, pairs: tuple[Sequence[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
-        """Embed one view [(B, C, H, W)] and tokens (B, L): (2, B, D), images, then captions."""
+        """Return embeddings (2, B, D) of one view [(B, C, H, W)], then of tokens (B, L)."""
         views, tokens = pairs
         return torch.cat([super().forward(views), self.text_head(self.text(tokens))[None]])
 

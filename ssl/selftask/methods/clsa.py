@@ -101,6 +101,6 @@ class CLSA(MomentumContrast, EMATeacher):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal similarities: (1 + ``strong_weight`` * views) * ln(batch + queue_size)."""
+        """Loss of equal similarities: (1 + strong_weight * strong views) * ln(batch + queue)."""
         terms = 1 + self.config.strong_weight * self.num_strong
         return terms * math.log(self.batch_size + self.config.queue_size)

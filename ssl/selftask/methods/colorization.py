@@ -139,7 +139,7 @@ class Colorization(ViewPixels):
         self.counts += all_reduce_sum(torch.stack(self.take_pending()).sum(dim=0))
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the image, its lightness, and this with the annealed mean of colors (eq. 5)."""
+        """Return the image, its lightness, and the lightness with predicted colors (eq. 5)."""
         (images,) = batch.all_views
         lab = to_float32(images) * self.std + self.mean
         shares = (to_float32(output.prediction) / TEMPERATURE).softmax(dim=1)
@@ -203,7 +203,7 @@ def soft_encoding(colors: Tensor, bins: Tensor) -> SoftColors:
 
 
 def rebalancing(probs: Tensor, uniform_share: float) -> Tensor:
-    """Return weights (Q,) of bins whose mean over the colors is 1 (eq. 4).
+    """Return the weights (Q,) of bins, with a mean over the colors of 1 (eq. 4).
 
     Args:
         probs: (Q,), the distribution of colors, smoothed.
@@ -219,7 +219,7 @@ def color_loss(scores: Tensor, target: SoftColors, weights: Tensor) -> Tensor:
     Args:
         scores: (B, Q, h, w).
         target: Bins and shares, (B, K, h, w).
-        weights: (Q,), of the nearest bin of a position.
+        weights: (Q,); a position gets the weight of its nearest bin.
     """
     log_probs = scores.log_softmax(dim=1).gather(1, target.bins)
     entropy = -(target.shares * log_probs).sum(dim=1)  # (B, h, w)
@@ -227,7 +227,7 @@ def color_loss(scores: Tensor, target: SoftColors, weights: Tensor) -> Tensor:
 
 
 def to_rgb(lab: Tensor) -> Tensor:
-    """Convert images (B, 3, H, W) in [0, 1], as of the transform ``lab``, to RGB, on the CPU."""
+    """Convert Lab images (B, 3, H, W), scaled as by the transform ``lab``, to RGB on the CPU."""
     pixels = lab.mul(255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
     rgb = np.stack([cv2.cvtColor(image, cv2.COLOR_LAB2RGB) for image in pixels])
     return torch.from_numpy(rgb).permute(0, 3, 1, 2) / 255

@@ -1,4 +1,4 @@
-"""CompRess: a student learns a frozen teacher's similarities of an image to older images.
+"""CompRess: a student learns a frozen teacher's similarities between images.
 
 B: images per rank; E: features of the student; D: features of the teacher; K: length of a queue.
 """
@@ -35,8 +35,8 @@ class CompRess(QueueDistillation):
     Differs from the authors' code:
 
     * With one queue, one linear layer maps the student's features to the teacher's width.
-    * The student's queue holds its own features; in the authors' code, by default, those of its
-      moving average with a momentum of 0.999.
+    * The student's queue contains the student's own features; in the authors' code, by default,
+      those of its moving average with a momentum of 0.999.
     """
 
     paper = (
@@ -51,8 +51,8 @@ class CompRess(QueueDistillation):
         temperature: float = setting(0.04, above=0)
         """Temperature of the similarities of both networks."""
         student_queue: bool = True
-        """Whether the student is compared with its own features of the queue's images (CompRess-2q
-        of the paper); false: with the teacher's (CompRess-1q).
+        """Whether the student's features are compared with a queue of its own features (CompRess-2q
+        of the paper); false: with the teacher's queue (CompRess-1q).
         """
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
@@ -72,7 +72,7 @@ class CompRess(QueueDistillation):
         return (self.queue, self.student_queue) if self.config.student_queue else (self.queue,)
 
     def rows(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return unit vectors of the teacher and, if it has its own queue, of the student."""
+        """Return the teacher's unit vectors and, with ``student_queue``, the student's."""
         student = F.normalize(to_float32(batch.output[0].detach()), dim=1)
         return (batch["targets"], student)[: len(self.queues())]
 
@@ -104,7 +104,7 @@ def compress_loss(
         teacher: (B, D) unit vectors.
         student_queue: (K, E) unit vectors.
         teacher_queue: (K, D) unit vectors of the same images.
-        temperature: Temperature of both.
+        temperature: Temperature of both softmaxes.
     """
     ours = F.normalize(student, dim=1) @ student_queue.to(student.dtype).T  # (B, K)
     theirs = teacher @ teacher_queue.to(teacher.dtype).T

@@ -96,7 +96,7 @@ class ContextEncoder(Method):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Return the backbone, and a decoder from its map to the pixels of the center.
 
-        Raises UserError if the center is not a whole number of positions of the map.
+        Raises UserError if ``center_size`` is not a multiple of the backbone's stride.
         """
         self.check_backbone(backbone)
         size, stride = self.config.center_size, adapter_of(backbone).stride

@@ -1,6 +1,6 @@
 """CorInfoMax: views agree, and the running covariance of each has a large determinant.
 
-B: images per rank, W: ranks, N: images of all ranks, D: width of the projector.
+B: images per rank, D: width of the projector.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from selftask.registry import register_method
 class CorInfoMax(Projected):
     """CorInfoMax (arXiv:2209.07999): views agree; the determinants of their covariances are large.
 
-    Loss: ``-(ln det(R1 + eps I) + ln det(R2 + eps I)) / D + alpha |z1 - z2|^2`` with running
-    covariances R (eq. 12).
+    Loss: ``-(ln det(R1 + eps I) + ln det(R2 + eps I)) / D + alpha |z1 - z2|^2 / D`` with running
+    covariances R (eq. 12, with a mean of squares).
 
     Use it with small batches: covariances are averaged over steps.
 

@@ -1,4 +1,4 @@
-"""data2vec: predict a teacher's upper layers on the whole image from masked patches.
+"""data2vec: predict a teacher's upper layers for the whole image from a masked image.
 
 B: images per rank, N: patches of an image, E: width of the backbone.
 """
@@ -30,9 +30,9 @@ from selftask.registry import register_method
 class Data2Vec(BlockMasks, EMATeacher):
     """data2vec (arXiv:2202.03555): predicts an EMA teacher's features of masked patches.
 
-    Loss: ``smooth L1(p, mean of the teacher's upper layers)`` of hidden patches (eq. 4).
+    Loss: ``smooth L1(p, mean of the teacher's upper layers)`` of masked patches (eq. 4).
 
-    Use it to fine-tune a transformer, without a tokenizer.
+    Use it before fine-tuning a transformer, without a tokenizer.
 
     Differs from the authors' code:
 
@@ -97,7 +97,7 @@ class Data2Vec(BlockMasks, EMATeacher):
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
         """Return smooth L1 (eq. 4), averaged over the masked patches of an image, then images.
 
-        ``output.prediction`` (B, N, E).
+        ``output.prediction`` is (B, N, E).
         """
         beta, mask = self.config.beta, batch["mask"]
         distance = F.smooth_l1_loss(

@@ -1,6 +1,7 @@
-"""data2vec 2.0: predict a teacher's features of an image from each of several masks of it.
+"""data2vec 2.0: predict a teacher's features of an image under several masks.
 
-B: images per rank, M: masks of an image, N: patches of an image, K of them visible, E: width.
+B: images per rank, M: masks of an image, N: patches of an image, K of them visible, E: width of
+the backbone.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Predictions(NamedTuple):
 
 @register_method("data2vec2")
 class Data2Vec2(MaskedPatches, EMATeacher):
-    """data2vec 2.0 (arXiv:2212.07525): predicts a teacher's features from many masks of an image.
+    """data2vec 2.0 (arXiv:2212.07525): predicts a teacher's features under many masks of an image.
 
     Loss: ``|p - y|^2 / sqrt(E)`` of hidden patches for each of several masks of an image, with one
     pass of the teacher for all.

@@ -1,4 +1,4 @@
-"""dBOT: predict a frozen teacher's features of masked patches, stage after stage.
+"""dBOT: predict a frozen teacher's features of masked patches, in several stages.
 
 B: images per rank, N: patches of an image, K encoded and M masked ones, D: width of the teacher.
 """
@@ -31,7 +31,7 @@ class DBOT(KeptPatches):
     The teacher of the first stage has random weights; the run of one stage is the teacher of the
     next: ``method.teacher=RUN``.
 
-    Loss: ``smooth_l1(p, LN(t))`` of hidden patches.
+    Loss: ``smooth_l1(p, LN(t))`` of masked patches.
 
     Use it in place of ``mae`` if features, not pixels, are to be predicted and no trained teacher
     exists.
@@ -42,7 +42,7 @@ class DBOT(KeptPatches):
     @dataclass(frozen=True, kw_only=True)
     class Config(KeptPatches.Config):
         teacher: FrozenModule = trained_teacher()
-        """Backbone whose features of patches are predicted; ``weights: none`` at first."""
+        """Backbone whose features of patches are predicted; ``weights: none`` in stage 1."""
         beta: float = setting(2.0, above=0)
         """Error below which the loss is quadratic."""
 

@@ -1,6 +1,6 @@
 """DCL: SimCLR whose denominator does not contain the positive.
 
-B: images per rank, W: ranks, N: images of all ranks, D: width of the head.
+B: images per rank, N: images of all ranks, D: width of the head.
 """
 
 from __future__ import annotations

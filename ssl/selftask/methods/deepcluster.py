@@ -3,7 +3,7 @@
 Sections and equations are those of the paper and its appendix; v1 is Caron et al., ECCV 2018,
 arXiv:1807.05520.
 
-V: views, the first two of which are stored; B: images per rank, W: ranks; N: images of the data
+V: views, the first two of which are stored; B: images per rank; N: images of the data
 set; D: width of the head; H: clusterings, K_h prototypes each.
 """
 

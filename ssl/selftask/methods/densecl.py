@@ -77,7 +77,7 @@ class DenseCL(MomentumContrast, EMATeacher):
         momentum: Schedule = teacher_momentum(0.999)
         """Momentum of the teacher."""
         dense_weight: float = setting(0.5, min=0, max=1)
-        """Weight of the dense loss, lambda in eq. 3."""
+        """Weight of the dense loss, w (lambda in eq. 3)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""DetCon: contrast between segments of images that are visible in two views.
+"""DetCon: contrast the segments of an image between two views.
 
 B: images per rank, W: ranks, M: regions sampled in a view, E: width of the backbone, D: width of
 the heads.
@@ -27,7 +27,7 @@ from selftask.models.precision import in_full_precision
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
 
-RESOLUTION = 56  # points of a view at which its segments are looked up, in each direction
+RESOLUTION = 56  # R, points of a view in each direction at which its segments are looked up
 MAX_SEGMENTS = 256  # of an image
 
 Inputs: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -167,7 +167,7 @@ class DetCon(EMATeacher):
 class RegionNetwork(Network):
     """Network from views and masks to outputs of regions (V, B, M, ...), one view per pass.
 
-    A region's features are the mean of the cells of its feature map, weighted by the share of each
+    A region's features are the mean of the cells of the feature map, weighted by the share of each
     cell that the mask covers.
     """
 

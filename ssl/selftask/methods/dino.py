@@ -1,4 +1,4 @@
-"""DINO: match the teacher's output for global views from any view of the image.
+"""DINO: predict the teacher's output for global views from any other view of the image.
 
 Equation numbers refer to the paper.
 

@@ -74,7 +74,7 @@ class Predictions(NamedTuple):
 
 @register_method("dinov2")
 class DINOv2(PrototypeHeads, EMATeacher):
-    """DINOv2 (arXiv:2304.07193): DINO for images, iBOT for masked patches, and spread features.
+    """DINOv2 (arXiv:2304.07193): DINO for images, iBOT for masked patches, and spread-out features.
 
     Loss: ``DINO + iBOT - w mean log min_j |x_i - x_j|`` (section 4).
 

@@ -1,7 +1,7 @@
 """DINOv3: DINOv2 with Gram anchoring (section 4), which keeps the similarities between patches.
 
 B: images per rank; N: patches of a global view of the student, a grid of (h, w); E: width of the
-backbone; K: prototypes.
+backbone.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class DINOv3(DINOv2):
             ) from error
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load a state without a Gram teacher: keep the configured one, or copy the teacher."""
+        """Load a state; if it has no Gram teacher, keep the configured one or copy the teacher."""
         ours = f"{prefix}gram_teacher."
         if self.gram_teacher is not None and not any(key.startswith(ours) for key in state):
             for name, value in self.gram_teacher.state_dict().items():
@@ -230,7 +230,7 @@ class DINOv3(DINOv2):
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the terms of DINOv2 and the weighted Gram term, 0 before ``gram_start``.
 
-        ``output`` as for ``DINOv2``.
+        ``output`` is the same as for ``DINOv2``.
         """
         patches, targets = output.features.patches, batch["gram_patches"]
         if targets is None:

@@ -1,6 +1,6 @@
 """DirectCLR: contrast the first features of the backbone, without a projector.
 
-B: images per rank, W: ranks, E: features of the backbone, D: features in the loss.
+B: images per rank, E: features of the backbone, D: features in the loss.
 """
 
 from __future__ import annotations

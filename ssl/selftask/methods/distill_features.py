@@ -24,7 +24,8 @@ from selftask.registry import register_method
 class DistillFeatures(Distillation):
     """Distillation of features: a student learns the pooled features of a frozen teacher.
 
-    Loss: ``distance(W s, t)`` of pooled features, by ``loss``.
+    Loss: ``distance(W s, t)`` of the pooled features s of the student and t of the teacher;
+    ``loss`` selects the distance.
 
     Use it to train a small network to reproduce a large one's features, if the large one has no
     head.

@@ -1,4 +1,4 @@
-"""Distillation of prototypes: a student learns how a frozen teacher assigns images and patches.
+"""Distillation of prototypes: a student learns a frozen teacher's prototype assignments.
 
 Prototypes of images and of patches are matched as in section 5 of DINOv2 (arXiv:2304.07193): with
 the losses of DINO and iBOT, and no masks.
@@ -45,7 +45,7 @@ NUM_GLOBAL = 2  # views that the teacher sees with ``pairs: different``
 class DistillPrototypes(Distillation):
     """Distillation of prototypes (arXiv:2304.07193): a student learns a teacher's assignments.
 
-    Loss: ``-sum_k t_k log softmax(s/tau)_k`` of prototypes, of images and patches.
+    Loss: ``-sum_k t_k log softmax(s/tau)_k`` over prototypes k, for images and optionally patches.
 
     Published: ImageNet linear top-1 of ViT-S/14 81.1, ViT-B/14 84.5, ViT-L/14 86.3, all distilled
     from ViT-g (DINOv2's README).

@@ -1,6 +1,6 @@
 """EMP-SSL: many small crops of an image agree with their mean, and features fill all directions.
 
-V: views, B: images per rank, W: ranks, N: images of all ranks, D: width of the projector.
+V: views, B: images per rank, D: width of the projector.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EMPSSL(Projected):
         """Squared distortion of the coding rate."""
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return minus eq. 4, whose terms are maximized; ``output`` (V, B, D)."""
+        """Return the negated terms of eq. 4, which is maximized; ``output`` (V, B, D)."""
         units = F.normalize(to_float32(output), dim=2)
         return {
             "invariance": -self.config.invariance_weight * agreement(units),

@@ -1,4 +1,4 @@
-"""EVA: predict a frozen teacher's features of hidden patches, such as those of CLIP.
+"""EVA: predict the features of a frozen teacher, such as CLIP, for hidden patches.
 
 B: images per rank, N: patches of an image, H: maximum number of hidden ones, E: width of the
 backbone, D: width of the teacher.
@@ -32,7 +32,7 @@ class EVA(BlockMaskedPatches):
 
     Published: ImageNet fine-tuned top-1 of EVA-g 89.7 (authors' README).
 
-    Use it to fine-tune a transformer, if a strong teacher such as CLIP exists.
+    Use it before fine-tuning a transformer, if a strong teacher such as CLIP exists.
 
     Differs from the authors' code:
 

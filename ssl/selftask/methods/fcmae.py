@@ -22,13 +22,13 @@ from selftask.registry import register_method
 
 @register_method("fcmae")
 class FCMAE(SparK):
-    """FCMAE (arXiv:2301.00808): masked pretraining of ConvNeXt V2 by one decoder block.
+    """FCMAE (arXiv:2301.00808): masked pretraining of ConvNeXt V2 with a decoder of one block.
 
     It is SparK with a decoder that reads only the coarsest feature map and has no norms.
 
     Loss: ``mean (x - x')^2`` of hidden patches, standardized.
 
-    Use it to fine-tune ConvNeXt V2.
+    Use it before fine-tuning ConvNeXt V2.
 
     Differs from the authors' code:
 
@@ -48,7 +48,7 @@ class FCMAE(SparK):
         decoder_dim: int = setting(512, min=2, tiny=32)
         """Width of the decoder."""
         levels: int = setting(1, min=1, max=1)
-        """The decoder receives the coarsest resolution only."""
+        """Number of resolutions that the decoder receives: only the coarsest."""
         decoder_depth: int = setting(1, min=1)
         """Blocks of the decoder."""
 

@@ -1,6 +1,6 @@
 """FroSSL: views agree, and the correlations of each view have a small Frobenius norm.
 
-V: views, B: images per rank, W: ranks, N: images of all ranks, D: width of the projector.
+V: views, B: images per rank, N: images of all ranks, D: width of the projector.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FroSSL(Projected):
 
     With ``spectrum: von_neumann`` it is I-VNE+ (Kim et al., VNE, CVPR 2023, arXiv:2304.01434).
 
-    Loss: ``sum_v 2 ln |K_v| + w D mean |z_v - mean|^2`` with the Frobenius norm of K_v, the Gram
+    Loss: ``sum_v 2 ln |K_v| + gamma D mean |z_v - mean|^2`` with the Frobenius norm of K_v, the Gram
     matrix of a view divided by its trace; with ``von_neumann``, minus the entropy of its
     eigenvalues.
 
@@ -63,7 +63,7 @@ class FroSSL(Projected):
         """Weight of the agreement of views (I-VNE+: of the cosine), gamma; 2 for 8 views."""
         spectrum: Literal["frobenius", "von_neumann"] = "frobenius"
         """Measure of the spectrum: the Frobenius norm, or the von Neumann entropy of unit vectors.
-        The latter needs eigenvalues, for which the host waits for a GPU.
+        The latter needs eigenvalues, and the CPU waits for the GPU to compute them.
         """
         spectrum_weight: float = setting(1.0, min=0)
         """Weight of the spectrum's term."""
@@ -110,8 +110,8 @@ def frossl_terms(output: Tensor) -> tuple[Tensor, Tensor]:
 def vne_terms(output: Tensor) -> tuple[Tensor, Tensor]:
     """Return minus the mean cosine of pairs of views, and minus the von Neumann entropy.
 
-    It is the entropy of the eigenvalues, which sum to 1, of the (D, D) second-moment matrix of unit
-    vectors, averaged over views.
+    The latter is the entropy of the eigenvalues, which sum to 1, of the (D, D) second-moment matrix
+    of unit vectors, averaged over views.
 
     Args:
         output: (V, B, D).

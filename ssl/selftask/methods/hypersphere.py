@@ -1,6 +1,6 @@
 """Alignment and uniformity: views of an image are close, and images fill the unit sphere.
 
-B: images per rank, W: ranks, N: images of all ranks, D: width of the head.
+B: images per rank, N: images of all ranks, D: width of the head.
 """
 
 from __future__ import annotations

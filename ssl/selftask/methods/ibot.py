@@ -148,7 +148,7 @@ class IBOT(DINOv2):
 
 
 def masks_in_image(masks: Masks, attention: Tensor) -> Masks:
-    """Return masks of patches in the order of the image; the numbers of patches are the same.
+    """Return masks in the order of the image; the number of masked patches of a view is the same.
 
     Args:
         masks: Masks of patches sorted by attention, the highest first.

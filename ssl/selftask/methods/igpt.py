@@ -1,4 +1,4 @@
-"""Image GPT: predict the color of the next pixel, row by row.
+"""Image GPT: predict the color of the next pixel, in raster order.
 
 B: images per rank, N: patches of an image, h x w in a grid, T: predicted ones, C: channels, K:
 colors of the palette.
@@ -29,8 +29,8 @@ from selftask.registry import register_method
 class IGPT(ViewPixels):
     """Image GPT: predicts the color of each pixel from the previous ones, like a language model.
 
-    The backbone is a ``causal_vit``. A pixel is one of its patches, whose mean color is predicted:
-    ``patch_size: 1`` and small images as in the paper, or larger patches. The first one is
+    The backbone is a ``causal_vit``, whose patches serve as pixels: their mean color is predicted.
+    Use ``patch_size: 1`` and small images as in the paper, or larger patches. The first patch is
     predicted from the start token. In deep networks, layers in the middle have the best features
     (``eval.layers``).
 
@@ -98,7 +98,7 @@ class IGPT(ViewPixels):
 
 
 class NextColorNetwork(Network):
-    """Causal backbone, and a head for the tokens before each patch."""
+    """Causal backbone, and a head that predicts a patch's color from the previous token."""
 
     def forward(self, views: Sequence[Tensor]) -> PatchOutput:  # type: ignore[override]
         (images,) = views
@@ -108,7 +108,7 @@ class NextColorNetwork(Network):
 
 
 def palette_colors(pixels: Tensor, levels: int) -> Tensor:
-    """Return the numbers of the palette's colors, (B, h * w) int64, row by row.
+    """Return the palette index of each pixel's color, (B, h * w) int64, in raster order.
 
     Args:
         pixels: (B, C, h, w) in [0, 1].

@@ -1,6 +1,6 @@
 """IIC: maximize the mutual information between the predicted classes of two views of an image.
 
-V: views, B: images per rank, W: ranks, S: heads, K: classes, which are unrelated to labels.
+V: views, B: images per rank, S: heads, K: classes, which are unrelated to labels.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class IIC(Method):
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return the loss between the first and each later view, a mean over these and heads.
 
-        ``output`` (V, B, S, K).
+        ``output`` is (V, B, S, K).
         """
         return mutual_information_loss(output, spread=self.config.spread)
 

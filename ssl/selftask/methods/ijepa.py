@@ -1,4 +1,4 @@
-"""I-JEPA: predict the features of four blocks of an image from another block.
+"""I-JEPA: predict the features of several blocks of an image from another block.
 
 The loss is the smooth L1 distance of the published code; the paper has L2.
 

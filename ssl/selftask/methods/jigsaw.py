@@ -1,6 +1,6 @@
 """Jigsaw: predict the permutation of an image's tiles.
 
-B: images per rank, T: tiles of an image, P: permutations, E: width of the backbone.
+B: images per rank, T: tiles of an image, P: permutations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """MACL: SimCLR whose temperature follows the agreement of views, and whose gradients do not shrink.
 
-B: images per rank, W: ranks, D: width of the head.
+B: images per rank, D: width of the head.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MACL(BatchContrast):
         temperature_slope: float = setting(0.5, min=0, below=1)
         """Relative rise of the temperature with the agreement, alpha."""
         agreement_start: float = setting(0.0, min=-1, max=1)
-        """Agreement, the mean cosine of positives, at which ``temperature`` holds; A_0."""
+        """Agreement, the mean cosine of positives, at which ``temperature`` applies; A_0."""
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return the weighted loss, a mean over images and views; ``output`` (2, B, D)."""

@@ -1,7 +1,7 @@
 """MAE: reconstruct the pixels of masked patches from a quarter of the patches.
 
 B: images per rank, N: patches of an image, K kept and M masked ones, P: numbers in a patch (its
-pixels times the channels), E: width of the backbone, T: its prefix tokens.
+pixels times the channels), E: width of the backbone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MAE(KeptPatches, ViewPixels):
     Published: ImageNet fine-tuned top-1 after 300 epochs of ViT-B 82.9, after 1600 83.6 (as quoted
     by CMAE's README).
 
-    Use it to fine-tune a transformer; the cost per image is low, and frozen features are weak by
+    Use it before fine-tuning a transformer; the cost per image is low, and frozen features are weak by
     k-NN.
 
     Differs from the authors' code:
@@ -94,7 +94,7 @@ class MAE(KeptPatches, ViewPixels):
         """Return the mean squared error of the masked patches.
 
         With ``uniformity_weight`` U-MAE's term is added, and both are returned by name.
-        ``output.prediction`` (B, 1, M, P).
+        ``output.prediction`` is (B, 1, M, P).
         """
         terms = self.terms(output, batch)
         return terms if len(terms) > 1 else terms["masked_pixels"]
@@ -143,7 +143,7 @@ class MAE(KeptPatches, ViewPixels):
 
 @in_full_precision
 def mean_squared_cosine(features: Tensor) -> Tensor:
-    """Return the mean squared cosine over all pairs of rows of all ranks, including equal rows.
+    """Return the mean squared cosine over all pairs of rows of all ranks, i = j included.
 
     This is U-MAE's term (arXiv:2210.08344).
 

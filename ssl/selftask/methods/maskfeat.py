@@ -33,7 +33,7 @@ class MaskFeat(BlockMaskedPatches):
 
     Published: ImageNet fine-tuned top-1 of ViT-B 84.0, ViT-L 85.7 (authors' README).
 
-    Use it to fine-tune a transformer without a decoder or a teacher.
+    Use it before fine-tuning a transformer, without a decoder or a teacher.
 
     Differs from the authors' code:
 

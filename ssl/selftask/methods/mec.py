@@ -1,6 +1,6 @@
 """MEC: maximize the coding length of the features of two views, so that they agree and spread.
 
-B: images per rank, W: ranks, N: images of all ranks, D: width of projector and predictor.
+B: images per rank, N: images of all ranks, D: width of projector and predictor.
 """
 
 from __future__ import annotations

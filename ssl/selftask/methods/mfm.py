@@ -35,7 +35,7 @@ class MFM(ViewPixels):
     Published: ImageNet fine-tuned top-1 after 300 epochs of ViT-B 83.1, ResNet-50 80.1 (authors'
     README).
 
-    Use it to fine-tune a convolutional network or a transformer by one masked task.
+    Use it before fine-tuning a convolutional network or a transformer, with the same task.
     """
 
     paper = (
@@ -90,7 +90,7 @@ class MFM(ViewPixels):
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
         """Return the distance of the removed frequencies of prediction and image (eq. 4).
 
-        ``output.prediction`` (B, C, H, W).
+        ``output.prediction`` is (B, C, H, W).
         """
         (images,) = batch.all_views
         return frequency_distance(to_float32(output.prediction), images, batch["removed"])

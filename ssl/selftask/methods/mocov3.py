@@ -1,6 +1,6 @@
 """MoCo v3: contrast a prediction with a teacher's projections of all images of the batch.
 
-B: images per rank, W: ranks, D: width of projector and predictor.
+B: images per rank, D: width of projector and predictor.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """NNCLR: the positive of an image is the nearest neighbor of its other view among older images.
 
-B: images per rank, W: ranks, D: width of the head, K: length of the queue.
+B: images per rank, D: width of the head, K: length of the queue.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class Rotation(Pretext):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         all_rotations: bool = True
-        """Whether a batch holds all four rotations of each image, as in the paper, or one drawn at
-        random, as in VISSL.
+        """Whether a batch contains all four rotations of each image, as in the paper; false: one
+        drawn at random, as in VISSL.
         """
 
     def build_head(self, embed_dim: int) -> nn.Module:
@@ -46,11 +46,11 @@ class Rotation(Pretext):
         return nn.Linear(embed_dim, self.num_classes)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Rotate the images, which must be squares, counterclockwise without interpolation.
+        """Rotate the images counterclockwise by multiples of 90 degrees.
 
-        Sets ``batch["classes"]`` (V, B), the number of quarter turns. V is 1, one random rotation
-        of each image, or with ``all_rotations`` the number of rotations. Raises UserError if the
-        images are not squares.
+        Sets ``batch["classes"]`` (V, B), the number of quarter turns. V is 4 with
+        ``all_rotations``, else 1: one random rotation of each image. Raises UserError if the images
+        are not squares.
         """
         (images,) = batch.all_views
         height, width = images.shape[2:]
@@ -74,5 +74,5 @@ class Rotation(Pretext):
     def meter_input(
         self, output: Tensor, batch: Batch, head: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores (V * B, 4) and numbers of turns (V * B,) of V rotations."""
+        """Return the scores (V * B, 4) and the numbers of quarter turns (V * B,)."""
         return output.flatten(0, 1), batch["classes"].flatten()

@@ -1,6 +1,6 @@
 """SMoG: contrast images with groups of images, which move with the network's own features.
 
-B: images per rank, W: ranks, D: width of projector and predictor, K: groups, L: length of the
+B: images per rank, D: width of projector and predictor, K: groups, L: length of the
 queue.
 """
 

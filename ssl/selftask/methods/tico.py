@@ -1,6 +1,6 @@
 """TiCo: views agree, and features avoid the most frequent directions of past features.
 
-B: images per rank, W: ranks, D: width of the projector.
+B: images per rank, D: width of the projector.
 """
 
 from __future__ import annotations

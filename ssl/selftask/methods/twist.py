@@ -1,6 +1,6 @@
 """TWIST: views of an image get the same class, each with confidence, and all classes are used.
 
-V: views, B: images per rank, W: ranks, K: classes, which are unrelated to labels.
+V: views, B: images per rank, K: classes, which are unrelated to labels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """VIbCReg: VICReg with correlations in place of covariances, after a layer that whitens.
 
-B: images per rank, W: ranks, N: images of all ranks, D: width of the projector.
+B: images per rank, N: images of all ranks, D: width of the projector.
 """
 
 from __future__ import annotations

@@ -72,6 +72,6 @@ class VICReg(Projected):
         }
 
     def spread(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the terms of variances and of covariances for views (2, B, D), unweighted."""
+        """Return the unweighted variance and covariance terms for views (2, B, D)."""
         variance, covariance = variance_covariance(views)
         return variance, 2 * covariance

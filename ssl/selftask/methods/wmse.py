@@ -1,6 +1,6 @@
 """W-MSE: views agree after whitening, which spreads the images of a sub-batch in all directions.
 
-V: views, B: images per rank, W: ranks, N: images of all ranks, D: width of the projector; S: images
+V: views, B: images per rank, N: images of all ranks, D: width of the projector; S: images
 of a sub-batch.
 """
 

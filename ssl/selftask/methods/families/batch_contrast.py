@@ -1,6 +1,6 @@
 """Methods that compare the views of an image with the views of all other images of the batch.
 
-B: images per rank, W: ranks, E: features of the backbone, D: width of the head.
+D: width of the head.
 """
 
 from __future__ import annotations

@@ -29,12 +29,13 @@ from selftask.models.precision import to_float32
 class BlockPrediction(Method):
     """Method that predicts ``teacher_patches`` of several blocks of an image from the rest.
 
-    It is also a ``MaskedPatches``, whose ``draw_mask`` returns ``Kept(*self.draw_blocks(...))``.
+    Combine it with ``MaskedPatches``, and return ``Kept(*self.draw_blocks(...))`` from
+    ``draw_mask``.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("subset",)
     distance: ClassVar[Callable[..., Tensor]]
-    """Loss of torch.nn.functional, of predictions and normalized features (B, M, Q, D)."""
+    """Loss function of ``torch.nn.functional`` for predictions and features (B, M, Q, D)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -58,7 +59,7 @@ class BlockPrediction(Method):
         """Attention heads of the predictor."""
         init_std: float | None = setting(0.02, above=0)
         """Initial standard deviation of weights. null: larger in layers with few inputs, for
-        networks much narrower than a ViT-B, where 0.02 would let little but the positions through.
+        networks much narrower than ViT-B, in which 0.02 makes features small next to the positions.
         """
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -152,7 +153,7 @@ class BlockPrediction(Method):
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
         """Return the distance, averaged over patches of a block, blocks and images.
 
-        ``output.prediction`` (B, M, Q, D).
+        ``output.prediction`` is (B, M, Q, D).
         """
         predicted = to_float32(output.prediction)  # (B, M, Q, D)
         distance = self.distance(predicted, batch["features"], reduction="none")
@@ -181,8 +182,8 @@ def initialize(module: nn.Module, *, std: float | None) -> None:
 
     Args:
         module: Module to initialize in place.
-        std: Standard deviation of all weights, as in the published code. (It first divides the
-            residual weights of block l by sqrt(2 l), but then draws all linear layers again.)
+        std: Standard deviation of all weights, as in the published code. (That code divides the
+            residual weights of block l by sqrt(2 l), and then draws all linear layers again.)
             None, for narrow networks: 1 / sqrt(3 n) for n inputs, at least 0.02, with that
             division.
     """

@@ -29,7 +29,7 @@ from selftask.models.weights.trained import Scores
 class Classification(Method):
     """Method that trains one classifier, or several by name, whose weighted losses are added.
 
-    A subclass sets ``num_classes``, C, before this class's ``build_network``, and computes
+    A subclass sets ``num_classes``, C, before this class's ``build_network``, and implements
     ``score_loss``. The network gets one view of an image, or several if a head begins with
     ``concat_views``.
     """
@@ -74,7 +74,7 @@ class Classification(Method):
                 yield "heads: train.step=grad_cache divides one output; take another train step"
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the classifiers. Raise UserError if a head does not fit the backbone."""
+        """Return the backbone with its classifiers; raise UserError if a head does not fit."""
         head = self.build_heads(embed_dim(backbone), self.num_classes)
         if head is not None and takes_tokens(head) and "dense" not in offers(backbone):
             raise UserError(

@@ -1,6 +1,6 @@
 """Consistent Contrast (CO2, arXiv:2010.02217), a term of contrastive methods.
 
-V: views or queries, B: images per rank, D: width of the head, K: number of negatives.
+N: rows, such as images or queries; K: negatives of a row.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def consistency(first: Tensor, second: Tensor, *, temperature: float) -> Tensor:
     CO2, eq. 4: ``(KL(P || Q) + KL(Q || P)) / 2``, which is the sum of (P - Q) (ln P - ln Q) / 2.
 
     Args:
-        first: Similarities (N, K); -inf for columns that are not compared.
-        second: (N, K), with -inf in the same places.
+        first: Similarities (N, K); -inf for entries that are not compared.
+        second: (N, K), with -inf at the same entries.
         temperature: Temperature of both.
     """
     log_p, log_q = ((x / temperature).log_softmax(dim=1) for x in (first, second))

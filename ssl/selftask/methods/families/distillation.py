@@ -32,7 +32,10 @@ def trained_teacher(
 
 
 def open_tokenizer(method: Method, task: Task) -> TokenTargets:
-    """Open the tokenizer of the config: the user's own class, or the scores of a trained network.
+    """Open the tokenizer named by the config key ``method.tokenizer``.
+
+    It is the user's own class, or a trained network: the token of a patch is then the class or
+    prototype with the highest score.
 
     Raises:
         UserError: If the tokenizer does not exist, or gives no tokens.
@@ -48,7 +51,7 @@ def open_tokenizer(method: Method, task: Task) -> TokenTargets:
 
 
 class Distillation(Method):
-    """Method with ``self.teacher``, a trained network, and a student with as many outputs."""
+    """Method whose student learns the output of ``self.teacher``, a frozen trained network."""
 
     loss_reduction = "samples"
     views: ClassVar[NumViews | dict[str, NumViews]] = (1, None)
@@ -63,7 +66,7 @@ class Distillation(Method):
         """Return the teacher, and set ``out_dim`` to the width of its output, D.
 
         Raises:
-            UserError: If the teacher does not exist, or does not match the method or its images.
+            UserError: If the teacher does not exist, or does not fit the method or the images.
         """
         trained = self.open_trained("teacher", task, scores=self.learns_scores)
         self.out_dim = trained.width

@@ -1,4 +1,4 @@
-"""Methods that hide patches of an image and predict something at them.
+"""Methods that hide patches of an image and predict targets for them.
 
 Hidden patches are replaced by a mask token (``MaskedNetwork``, requires ``"tokens"``), or removed
 and predicted from the others (``KeptNetwork``, requires ``"subset"``).
@@ -62,7 +62,7 @@ class MaskedPatches(Method):
         batch.input = (batch.all_views[0], batch["mask"])
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Any:
-        """Draw a mask for each image: bool (B, N) or (B, h, w), True for hidden patches.
+        """Draw masks of images: bool (B, N) or (B, h, w), True for hidden patches; or ``Kept``.
 
         Args:
             seed: Seed of the run.
@@ -309,9 +309,9 @@ def initialize_network(
     task: Task,
     initialize: Callable[[nn.Module], None] = initialize_as_mae,
 ) -> None:
-    """Initialize a head, and a backbone whose weights ``init`` does not load.
+    """Initialize a head and, unless the config's ``init`` loads its weights, a backbone.
 
-    Such a backbone also gets fixed sine-cosine positions.
+    The backbone then also gets fixed sine-cosine positions.
     """
     initialize(head)
     if task.config.init.backbone is None:

@@ -1,4 +1,4 @@
-"""Contrast of each image with its own and other images' entries in a memory bank (NPID).
+"""Contrast of each image with its entry and those of other images in a memory bank (NPID).
 
 B: images per rank, K: negatives of an image, D: width of the head.
 """

@@ -1,4 +1,4 @@
-"""Contrast of queries with keys of a teacher, whose negatives are a queue of older keys (MoCo).
+"""Contrast of queries with a teacher's keys; negatives are a queue of older keys (MoCo).
 
 V: queries per image, B: images per rank, D: width of the head, K: length of the queue.
 """

@@ -2,7 +2,7 @@
 
 Dwibedi et al., With a Little Help from My Friends, ICCV 2021, arXiv:2104.14548.
 
-V: views, B: images per rank, D: width of the projector, K: length of the queue.
+V: views, B: images per rank, D: width of the projector.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class NeighborTargets(Method):
     def nearest(self, projection: Tensor, task: Task) -> Tensor:
         """Return the nearest entries of the queue, unit vectors (V, B, D), without gradient.
 
-        The queue takes the first view after the step. Without a queue, return ``projection``.
+        Projections of the first view are enqueued after the step. Without a queue, return
+        ``projection``.
 
         Args:
             projection: (V, B, D), not necessarily normalized.

@@ -30,7 +30,7 @@ from selftask.optim.schedules import build_schedule, last_value
 def target_entropy(targets: Tensor) -> Tensor:
     """Return the mean entropy of targets: ``-mean_i sum_k p_ik ln p_ik``, in nats.
 
-    This is the teacher's entropy in figure 7 of DINO (arXiv:2104.14294), which needs no labels. A
+    This is the teacher's entropy in figure 7 of DINO (arXiv:2104.14294). It needs no labels. A
     value of 0 means collapse to one prototype. A value of ln K means collapse to equal
     probabilities, if the student's divergence is 0.
 
@@ -69,7 +69,7 @@ class PrototypeHeads(Method):
             of="schedules",
             above=0,
         )
-        """Temperature of the teacher; 0.04 throughout is safer if it diverges."""
+        """Temperature of the teacher; a constant 0.04 is safer if training diverges."""
         center_momentum: float = setting(0.9, min=0, max=1)
         """Momentum of the center of the teacher's scores."""
         freeze_last_layer: int | str = setting("1 epoch", duration=True)
