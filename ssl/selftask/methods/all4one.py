@@ -116,7 +116,7 @@ class All4One(ProjectorTeacher):
         )
 
     def group_rules(self) -> list[GroupRule]:
-        """Keep the learning rate of the transformer constant."""
+        """Keep the learning rate of the transformer constant after the warm-up."""
         return [*super().group_rules(), GroupRule(match="loss.mixer", schedule="constant")]
 
     @torch.no_grad()

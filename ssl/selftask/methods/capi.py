@@ -108,7 +108,7 @@ class CAPI(MaskedPatches, EMATeacher):
                 "warmup_start": 1.0,
             }
         )
-        """Momentum of the teacher; by default it starts at 1, since the teacher is random at first."""
+        """Momentum of the teacher; by default 1 at first, since the teacher is then random."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if config["backbone"].get("pool") == "token":

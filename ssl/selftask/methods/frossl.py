@@ -27,8 +27,8 @@ class FroSSL(Projected):
 
     With ``spectrum: von_neumann`` it is I-VNE+ (Kim et al., VNE, CVPR 2023, arXiv:2304.01434).
 
-    Loss: ``sum_v 2 ln |K_v| + gamma D mean |z_v - mean|^2`` with the Frobenius norm of K_v, the Gram
-    matrix of a view divided by its trace; with ``von_neumann``, minus the entropy of its
+    Loss: ``sum_v 2 ln |K_v| + gamma D mean |z_v - mean|^2`` with the Frobenius norm of K_v, the
+    Gram matrix of a view divided by its trace; with ``von_neumann``, minus the entropy of its
     eigenvalues.
 
     Use it for short runs with several views, without negatives or a teacher.

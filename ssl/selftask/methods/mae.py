@@ -38,8 +38,8 @@ class MAE(KeptPatches, ViewPixels):
     Published: ImageNet fine-tuned top-1 after 300 epochs of ViT-B 82.9, after 1600 83.6 (as quoted
     by CMAE's README).
 
-    Use it before fine-tuning a transformer; the cost per image is low, and frozen features are weak by
-    k-NN.
+    Use it before fine-tuning a transformer; the cost per image is low, and frozen features
+    are weak by k-NN.
 
     Differs from the authors' code:
 

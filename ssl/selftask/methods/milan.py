@@ -97,7 +97,7 @@ class MILAN(KeptPatches):
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
         """Return the mean squared distance of normalized predictions and targets.
 
-        ``output.prediction`` (B, 1 + N, D).
+        ``output.prediction`` is (B, 1 + N, D).
         """
         return 2 - 2 * F.cosine_similarity(output.prediction, batch["targets"], dim=2).mean()
 
@@ -120,7 +120,7 @@ def sampled_order(draws: Tensor, weights: Tensor) -> Tensor:
 
 
 class PromptingNetwork(Network):
-    """Encoder of the kept patches, and a decoder of all: class token, kept, masked patches."""
+    """Encoder of the kept patches, and a decoder for class token, kept and masked patches."""
 
     def forward(self, inputs: tuple[Tensor, Kept]) -> PatchOutput:  # type: ignore[override]
         images, mask = inputs
@@ -132,7 +132,7 @@ class PromptingNetwork(Network):
 
 
 class PromptingDecoder(MemoryPredictor):
-    """Decoder that changes masked patches alone; the encoded ones are prompts.
+    """Decoder that updates only the masked patches; the encoded patches are prompts.
 
     Masked patches attend to the prompts, which stay the same in all blocks, and to each other.
 

@@ -1,4 +1,4 @@
-"""MixMIM: reconstruct both images of a mixed one.
+"""MixMIM: reconstruct two images that are mixed into one.
 
 B: images per rank, N: squares of an image, K of which it keeps in the mixed image and M of which
 its partner fills, P: numbers in a square (its pixels times the channels), E: width of the backbone.
@@ -33,7 +33,7 @@ from selftask.registry import register_method
 class MixMIM(KeptPatches):
     """MixMIM (arXiv:2205.13137): reconstructs the two images that are mixed in its input; for Swin.
 
-    Squares of one image are filled by those of another one instead of mask tokens, so that the
+    Squares of one image are filled with those of another instead of mask tokens, so that the
     whole backbone, even a hierarchical one, processes only real patches. The patches of each image
     attend only to one another. The later title of the paper is MixMAE.
 
@@ -130,7 +130,7 @@ class MixMIM(KeptPatches):
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
         """Return the mean squared error; each square of an image is predicted once.
 
-        ``output.prediction`` (B, N, P).
+        ``output.prediction`` is (B, N, P).
         """
         return F.mse_loss(to_float32(output.prediction), batch["pixels"])
 
@@ -179,5 +179,5 @@ def hidden_squares(mask: Kept) -> Tensor:
 
 
 def mix(images: Tensor, hidden: Tensor) -> Tensor:
-    """Fill the squares of images (B, C, H, W) that are True in (B, N) by those of the partners."""
+    """Fill the squares of images (B, C, H, W) that are True in (B, N) with those of partners."""
     return hide_patches(images, hidden) + hide_patches(partners(images), ~hidden)

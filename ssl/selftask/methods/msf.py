@@ -26,7 +26,7 @@ from selftask.registry import register_method
 class MSF(ProjectorTeacher):
     """MSF (arXiv:2105.07269): BYOL whose targets are the neighbors of the teacher's output.
 
-    The first view is the teacher's, which may be weakly augmented, and the second the network's.
+    The teacher sees the first view, which may be weakly augmented, and the network the second.
 
     Loss: ``mean_n (2 - 2 cos(p, n))`` over the nearest neighbors n of the teacher's output (eq. 1).
 

@@ -1,4 +1,4 @@
-"""NEPA: predict the embedding of the next patch, row by row.
+"""NEPA: predict the embedding of the next patch, in raster order.
 
 B: images per rank, N: patches of an image, E: width of the backbone.
 """
@@ -30,7 +30,7 @@ class NEPA(Method):
 
     Published: ImageNet top-1 after fine-tuning of ViT-B 83.8, ViT-L 85.3 (paper, abstract).
 
-    Use it to fine-tune the network, as a simple alternative to masked images; weak by k-NN.
+    Use it before fine-tuning, as a simple alternative to masked images; weak by k-NN.
 
     Implemented from the paper and its pseudo-code; not compared with results of the authors' code.
     Targets are projections of patches without their positions.
@@ -47,7 +47,7 @@ class NEPA(Method):
         return NextPatchNetwork(backbone, nn.Identity())
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the loss; row k of the prediction (B, N, E) is of embedding k + 1."""
+        """Return the loss; row k of the prediction (B, N, E) predicts embedding k + 1."""
         return next_embedding_loss(*output.prediction)
 
 

@@ -1,7 +1,7 @@
 """OBoW: predict which visual words occur in an image, with a vocabulary of the latest features.
 
 V: views of the student, B: images per rank, N: cells of a feature map, E: width of the backbone; at
-each level, C: channels, K: words.
+each of L levels, C: channels, K: words.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class OBoW(EMATeacher):
 
 
 def word_generator(channels: int, embed_dim: int) -> nn.Module:
-    """Build the MLP that turns words (K, C) into the weights (K, E) of their scores, g.
+    """Build the MLP g, which turns words (K, C) into the weights (K, E) of their scores.
 
     Its BatchNorm normalizes over the words, and has no running statistics.
     """

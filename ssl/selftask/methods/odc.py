@@ -1,4 +1,4 @@
-"""ODC: predict clusters of all images, which change with each step.
+"""ODC: predict clusters of all images; the clusters change with each step.
 
 B: images per rank; N: images of the data set; D: width of the head; K: clusters.
 """
@@ -134,7 +134,7 @@ class ODC(ClusteredImages):
 
     @torch.no_grad()
     def replace_small_clusters(self, draws: torch.Generator) -> None:
-        """Move the images of small clusters to others, and split large clusters to replace these.
+        """Move the images of small clusters to other clusters, and split large ones to refill them.
 
         The result is the same on every rank.
         """

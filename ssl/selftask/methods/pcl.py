@@ -1,4 +1,4 @@
-"""PCL: MoCo with another term on clusters of all images, which are renewed each epoch.
+"""PCL: MoCo with an additional term for clusters of all images, recomputed each epoch.
 
 B: images per rank, N: images of the data set, D: width of the head, K: length of the queue,
 H: clusterings, K_h: prototypes of clustering h.

@@ -1,6 +1,6 @@
 """PIRL: match an image and its shuffled tiles with the image's entry in a memory bank.
 
-B: images per rank; N: images of the data set; K: negatives of an image; T: tiles; D: width of the
+B: images per rank; K: negatives of an image; T: tiles; D: width of the
 heads.
 """
 
@@ -26,7 +26,8 @@ from selftask.registry import register_method
 class PIRL(MemoryContrast):
     """PIRL (arXiv:1912.01991): recognizes an image by its shuffled tiles among all images.
 
-    Loss: ``lambda NCE(m, tiles) + (1 - lambda) NCE(m, image)`` (eq. 5).
+    Loss: ``lambda L(m, tiles) + (1 - lambda) L(m, image)`` (eq. 5) with an entry m of the memory. L
+    is a softmax over negatives by default, and NCE in the paper (``loss: nce``).
 
     Use it in place of ``npid`` if the order of an image's parts should not matter.
 

@@ -126,7 +126,7 @@ class CellLayers(nn.Module):
 
 
 class PixelPropagation(nn.Module):
-    """Replaces each cell of a map by a sum over all its cells, weighted by similarity (eq. 3).
+    """Replaces each cell of a map by a sum over all cells, weighted by similarity (eq. 3).
 
     Args:
         value: Transform of the cells that are summed, g.

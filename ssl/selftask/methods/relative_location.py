@@ -1,6 +1,6 @@
 """Relative location: predict the position of a tile relative to the tile in the center.
 
-B: images per rank, T: tiles of an image, E: width of the backbone.
+B: images per rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from selftask.methods.base import Task
 from selftask.methods.families.pretext import TilesPretext
 from selftask.registry import register_method
 
-CENTER = 4  # of 3 x 3 tiles, row by row
+CENTER = 4  # index of the center among 3 x 3 tiles, row by row
 
 
 @register_method("relative_location")

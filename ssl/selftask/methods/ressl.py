@@ -24,7 +24,7 @@ from selftask.registry import register_method
 class ReSSL(MomentumContrast, EMATeacher):
     """ReSSL (arXiv:2107.09282): learns a teacher's similarities of images, with weak augmentation.
 
-    The first view, the weak one, is the teacher's; all others are the network's.
+    The teacher sees the first view, the weak one; the network sees all others.
 
     Loss: ``-sum_i p_i log q_i`` with ``p = softmax(t.Q/tau_t)`` and ``q = softmax(s.Q/tau)`` (eq.
     7).

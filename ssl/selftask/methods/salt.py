@@ -1,4 +1,4 @@
-"""SALT: predict a frozen teacher's features of four blocks of an image from another block.
+"""SALT: predict a frozen teacher's features of several blocks of an image from another block.
 
 B: images per rank, N: patches of an image, D: width of the teacher.
 """
@@ -22,7 +22,7 @@ from selftask.registry import register_method
 
 @register_method("salt")
 class SALT(BlockPrediction, MaskedPatches):
-    """SALT (arXiv:2509.24317): I-JEPA whose teacher is a trained network that does not change.
+    """SALT (arXiv:2509.24317): I-JEPA whose teacher is a trained, frozen network.
 
     The teacher, a network of any size, is first trained to reconstruct masked pixels, for instance
     by a run of ``mae``: ``method.teacher=RUN``.

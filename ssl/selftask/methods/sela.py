@@ -25,7 +25,7 @@ from selftask.registry import register_method
 log = get_logger(__name__)
 
 NO_LABEL = -100  # for unreadable images; cross_entropy ignores it
-_TOLERANCE = 0.1  # largest change of the scalings of all images, as published
+_TOLERANCE = 0.1  # limit of the total relative change of the images' scalings, as published
 _COMPARED_EVERY = 10  # iterations
 
 
@@ -57,7 +57,7 @@ class SeLa(Method):
         num_labels: int = setting(3000, min=2, tiny=4)
         """Number of labels of a head, K."""
         num_heads: int = setting(10, min=1, tiny=2)
-        """Number of heads, H, each with labels of its own. A renewal takes 4 H K bytes for each
+        """Number of heads, H, each with its own labels. A renewal takes 4 H K bytes for each
         image of a rank.
         """
         sharpness: float = setting(25.0, above=0)

@@ -1,6 +1,6 @@
 """Shuffled-DBN: views agree after whitening random groups of features.
 
-V: views, B: images per rank, N: images of all ranks, D: width of the projector; G: groups
+V: views, B: images per rank, D: width of the projector; G: groups
 of features.
 """
 

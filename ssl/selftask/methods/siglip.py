@@ -1,4 +1,4 @@
-"""SigLIP: CLIP's towers, and a binary classification of pairs: do image and caption match?
+"""SigLIP: CLIP's towers, trained to classify whether an image and a caption match.
 
 B: images per rank; W: ranks; D: width of the embeddings.
 """

@@ -28,11 +28,11 @@ from selftask.registry import register_method
 
 @register_method("simmim")
 class SimMIM(MaskedPatches):
-    """SimMIM (arXiv:2111.09886): predicts the pixels of hidden squares by one linear layer.
+    """SimMIM (arXiv:2111.09886): predicts the pixels of hidden squares with one linear layer.
 
     Loss: ``mean |x - x'|`` of hidden patches.
 
-    Use it to fine-tune Swin and other networks that cannot skip patches.
+    Use it before fine-tuning Swin or another network that cannot skip patches.
 
     Differs from the authors' code:
 

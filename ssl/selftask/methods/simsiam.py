@@ -63,7 +63,7 @@ class SimSiam(NeighborTargets):
         )
 
     def group_rules(self) -> list[GroupRule]:
-        """Keep the learning rate of the predictor constant."""
+        """Keep the predictor's learning rate constant after the warm-up if ``fix_predictor_lr``."""
         if not self.config.fix_predictor_lr:
             return []
         return [GroupRule(match="network.head.predictor", schedule="constant")]

@@ -43,7 +43,7 @@ class SMoG(ProjectorTeacher):
     Differs from lightly's code; the authors' code is not public:
 
     * Both views are predicted in each step; in lightly's code they alternate.
-    * Groups are computed anew between epochs; in lightly's code every 300 steps, an epoch of
+    * Groups are recomputed between epochs; in lightly's code every 300 steps, an epoch of
       ImageNet for batches of 4096.
     * Projections are normalized before they move groups, so that their length does not matter.
     """
@@ -71,8 +71,8 @@ class SMoG(ProjectorTeacher):
         temperature: float = setting(0.1, above=0)
         """Temperature of the softmax over groups."""
         cluster_every: int = setting(1, min=1)
-        """Number of epochs after which the groups are computed anew by k-means of the queue, if it
-        is full.
+        """Number of epochs after which the groups are recomputed by k-means of the queue, if it is
+        full.
         """
         queue_size: int = setting(30_000, min=1, tiny=lambda batch: 2 * batch)
         """Length of the queue of the teacher's outputs, in images; L."""

@@ -40,7 +40,7 @@ class SparK(MaskedPatches):
 
     Loss: ``mean (x - x')^2`` of hidden patches, standardized.
 
-    Use it to fine-tune ResNet or ConvNeXt.
+    Use it before fine-tuning ResNet or ConvNeXt.
 
     Differs from the authors' code:
 
@@ -62,7 +62,7 @@ class SparK(MaskedPatches):
         normalize_pixels: bool = True
         """Whether each target patch is normalized to mean 0 and variance 1."""
         decoder_dim: int = setting(768, min=2, tiny=32)
-        """Width of the decoder at the coarsest resolution, halved at each of the others."""
+        """Width of the decoder at the coarsest resolution; halved at each finer one."""
         levels: int = setting(4, min=1)
         """Number of resolutions of the backbone that the decoder receives, from the coarsest."""
 
@@ -111,7 +111,7 @@ class SparK(MaskedPatches):
         return round(num_patches * (1 - self.config.mask_ratio))
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Shown:
-        """Draw visible and hidden patches. Raise UserError if all of them are visible or hidden."""
+        """Draw visible and hidden patches. Raise UserError if none is visible or none is hidden."""
         num_patches = grid[0] * grid[1]
         visible = self.num_visible(num_patches)
         if visible in (0, num_patches):

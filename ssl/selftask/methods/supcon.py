@@ -99,7 +99,7 @@ def supcon_loss(output: Tensor, labels: Tensor, *, temperature: float, inside: b
     positive = positive.scatter(1, same[:1].T, False)
     count = positive.sum(dim=1)
     if inside:
-        alone = count == 0  # such a row keeps all, so that its gradient is finite, and counts as 0
+        alone = count == 0  # such rows keep all entries, for finite gradients, and count as 0
         summed = log_p.masked_fill(~(positive | alone[:, None]), -torch.inf).logsumexp(dim=1)
         return -torch.where(alone, 0.0, summed).mean()
     return -((log_p * positive).sum(dim=1) / count.clamp(min=1)).mean()

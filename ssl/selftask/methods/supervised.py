@@ -1,6 +1,6 @@
 """Supervised learning of a classifier on a trained or frozen backbone (linear probe).
 
-B: images per rank, C: classes.
+C: classes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Supervised(Classification):
         """Keyword arguments of the loss."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the classifier. Raise UserError if the labels or the loss do not match."""
+        """Build the classifier. Raise UserError for labels above its classes or an unknown loss."""
         self.num_classes = self.config.num_classes or task.data_module.num_classes
         if not self.num_classes:
             raise UserError(

@@ -58,7 +58,7 @@ class TCN(Method):
         out_dim: int = setting(32, min=1, tiny=8)
         """Width of the head's output, D."""
         margin: float = setting(0.2, above=0)
-        """Difference of squared distances that is enough."""
+        """Margin of the triplet loss, a difference of squared distances."""
         positive_radius: int = setting(1, min=1)
         """Largest distance of two close frames, in frames of the clip."""
         negative_radius: int = setting(2, min=1)
@@ -111,7 +111,7 @@ def triplet_loss(
 
     Args:
         clips: (B, T, D) features of frames, not necessarily normalized.
-        margin: Difference of squared distances that is enough.
+        margin: Margin of the triplet loss, a difference of squared distances.
         radii: Largest distance in time of close frames, and of frames that are not distant.
         other_clips: Whether the frames of all other clips, of all ranks, are distant, too.
     """
@@ -132,7 +132,7 @@ def triplet_loss(
 
 
 def _to_other_clips(frames: Tensor) -> Tensor:
-    """Return squared distances (B, T, WB * T) from frames of other clips, inf from the own one."""
+    """Return squared distances (B, T, WB * T) to the frames of all clips; inf for the same clip."""
     every = gather_cat_with_grad(frames)  # (WB, T, D)
     distances = 2 - 2 * torch.einsum("btd,cud->btcu", frames, every)
     own = torch.arange(len(frames), device=frames.device) + rank() * len(frames)

@@ -24,7 +24,7 @@ from selftask.registry import register_method
 
 @register_method("tico")
 class TiCo(EMATeacher):
-    """TiCo (arXiv:2206.10698): agrees with an EMA teacher; features spread over all directions.
+    """TiCo (arXiv:2206.10698): matches an EMA teacher's output; features spread in all directions.
 
     Loss: ``1 - cos(z, t) + rho z' C z`` with the running second moments C (eq. 6).
 

@@ -4,7 +4,7 @@ Section 3 of the paper. With ``drop_probability: 0`` the loss is a mean over all
 RADIO (arXiv:2312.06709). Additional students learn from the same pass of the teachers, as in DINOv3
 (arXiv:2508.10104, section 5.3).
 
-B: images per rank, W: ranks, N: patches of the student, T: teachers, D: width of a teacher, E:
+B: images per rank, N: patches of the student, T: teachers, D: width of a teacher, E:
 width of the student.
 """
 
@@ -83,7 +83,7 @@ class UNIC(Method):
         students: dict[str, Component] = setting({}, of="backbones")
         """Additional students by name, which learn from the same pass of the teachers as the
         backbone: ``{small: {name: timm, model: vit_small_patch16_224}}``. They begin with random
-        weights, have heads of their own, and are written to the folders ``export/NAME``.
+        weights, have their own heads, and are written to the folders ``export/NAME``.
         """
         patch_weight: float = setting(0.5, min=0, max=1)
         """Weight of the features of patches; those of images get 1 - patch_weight. 0 for students
@@ -94,7 +94,7 @@ class UNIC(Method):
         smooth_l1_weight: float = setting(0.5, min=0)
         """Weight of the smooth L1 distance."""
         drop_probability: float = setting(0.5, min=0, max=1)
-        """Probability that a teacher is dropped for an image. The one with the largest loss is
+        """Probability that a teacher is dropped for an image. The teacher with the largest loss is
         always kept.
         """
         hidden_dim: int = setting(1536, min=1, tiny=32)
@@ -172,7 +172,7 @@ class UNIC(Method):
             )
 
     def check_student(self, backbone: nn.Module) -> None:
-        """Raise UserError if it lacks layers of the ladder, or patches that the loss needs."""
+        """Raise UserError if the student lacks layers of the ladder or patches for the loss."""
         kind, ladder = type(backbone).__name__, self.config.ladder
         if "patches" in self.kinds and "dense" not in offers(backbone):
             raise UserError(
@@ -367,7 +367,7 @@ def feature_distance(
 
 @torch.no_grad()
 def kept_teachers(losses: Tensor, dropped: Tensor) -> Tensor:
-    """Return which teachers count for an image: those not dropped, and the one of largest loss.
+    """Return which teachers count for an image: those not dropped, and that with the largest loss.
 
     Args:
         losses: (T, B).

@@ -1,4 +1,4 @@
-"""VIbCReg: VICReg with correlations in place of covariances, after a layer that whitens.
+"""VIbCReg: VICReg with correlations in place of covariances, after a whitening layer.
 
 B: images per rank, N: images of all ranks, D: width of the projector.
 """
@@ -27,7 +27,8 @@ ITER_NORM_MOMENTUM = 0.1  # share of a batch in the running averages, as in Batc
 class VIbCReg(VICReg):
     """VIbCReg (arXiv:2109.00783): VICReg on whitened features, with correlations, not covariances.
 
-    Loss: ``25 |z1 - z2|^2 + 25 hinge(std) + 200 R^2`` of the correlations R, by default.
+    Loss: ``25 |z1 - z2|^2 / D + 25 hinge(std) + 200 sum_(i != j) R_ij^2 / D^2`` of the correlations
+    R, by default.
 
     Use it in place of ``vicreg`` if its weights are hard to choose.
 

@@ -1,7 +1,7 @@
 """VICRegL: VICReg of whole views, and of cells matched by location and by features.
 
-V: views, the first two of which are large; B: images per rank; N: cells of a view's feature map;
-M: matched cells; D: width of the projector, L: width of the local projector.
+V: views, the first two of which are large; B: images per rank; W: ranks; N: cells of a view's
+feature map; M: matched cells; D: width of the projector, L: width of the local projector.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class VICRegL(Method):
         return terms
 
 
-Views = tuple[int, ...]  # numbers of views
+Views = tuple[int, ...]  # indices of views
 
 
 class Match(NamedTuple):
@@ -167,7 +167,7 @@ class Match(NamedTuple):
 class LocalNetwork(Network):
     """Network that returns ``pooled`` (B, D) and ``cells`` (B, L, h, w) of each view.
 
-    Each view has a pass of its own. ``features`` of the output is a list, with an item per view.
+    Each view has its own pass. ``features`` of the output is a list, with an item per view.
     """
 
     def forward(self, views: Sequence[Tensor]) -> PatchOutput:  # type: ignore[override]
@@ -231,7 +231,7 @@ def local_terms(
 def alike_pairs(cells: list[Tensor]) -> list[tuple[Views, Views]]:
     """Group the pairs of views (i, j) with i < j by their numbers of cells.
 
-    Pairs of two large views are in groups of their own.
+    Pairs of two large views are in separate groups.
 
     Returns:
         For each group, the views i and the views j.

@@ -29,8 +29,8 @@ EPS = 1e-4  # added to standard deviations
 class VISReg(Projected):
     """VISReg (arXiv:2606.02572): views predict their center; embeddings are spread like a Gaussian.
 
-    Loss: ``w_i |center - z_v|^2`` and distances of scale, center and sorted projections from a
-    Gaussian.
+    Loss: ``(1 - lambda) mean (center - z_v)^2 + lambda (scale + shape + center)``: the latter are
+    distances of standard deviations, sorted projections and means from those of a Gaussian.
 
     Use it like ``lejepa``, with any backbone and without a teacher.
 

@@ -1,4 +1,4 @@
-"""VQ-KD: train a tokenizer of patches, whose codes carry the features of a frozen teacher.
+"""VQ-KD: train a tokenizer of patches whose codes encode the features of a frozen teacher.
 
 Section 3.1 of BEiT v2. Its runs are tokenizers for ``beit``: ``method.tokenizer=RUN``.
 
@@ -41,9 +41,10 @@ _CODES = 0x636F6465  # "code": separates the draws of k-means from others of the
 
 @register_method("vqkd")
 class VQKD(Method):
-    """VQ-KD (arXiv:2208.06366): trains a tokenizer whose codes carry a frozen teacher's features.
+    """VQ-KD (arXiv:2208.06366): trains a tokenizer whose codes encode a frozen teacher's features.
 
-    Loss: ``1 - cos(reconstruction, teacher) + beta |unit - sg code|^2`` (eq. 3).
+    Loss: ``1 - cos(reconstruction, teacher) + beta |unit - sg code|^2 / D`` (eq. 3, with a mean
+    of squares).
 
     Use it to train the tokenizer of ``beit``.
 
@@ -99,7 +100,7 @@ class VQKD(Method):
         """Open the teacher, and build the tokenizer with its decoder.
 
         Raises:
-            UserError: If a step has fewer patches than codes.
+            UserError: If the teacher does not exist, or if a step has fewer patches than codes.
         """
         trained = self.open_trained("teacher", task)
         self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")
@@ -187,7 +188,7 @@ class Coded(NamedTuple):
     nearest: Tensor
     """(B, N, D), the nearest code, without gradient."""
     reconstruction: Tensor
-    """(B, N, T), features that the decoder reads from the codes."""
+    """(B, N, T), features that the decoder computes from the codes."""
 
 
 class TokenizerHead(nn.Module):

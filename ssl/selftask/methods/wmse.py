@@ -51,7 +51,7 @@ class WMSE(Method):
         hidden_dim: int = setting(1024, min=1, tiny=32)
         """Width of the head's hidden layer."""
         sub_batch: int = setting(128, min=2, tiny=lambda batch: batch // 2)
-        """Number of images that are whitened together, S; at least two times ``out_dim``."""
+        """Number of images that are whitened together, S; above ``out_dim``, best twice as many."""
         iterations: int = setting(1, min=1)
         """Number of divisions of a batch into sub-batches, over which the loss is averaged."""
         shrinkage: float = setting(1e-4, min=0, max=1)

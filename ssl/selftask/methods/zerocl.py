@@ -1,6 +1,6 @@
 """Zero-CL: views agree after whitening over images, and after whitening over features.
 
-B: images per rank, W: ranks, N: images of all ranks, D: width of the projector.
+B: images per rank, N: images of all ranks, D: width of the projector.
 """
 
 from __future__ import annotations
