@@ -1,7 +1,7 @@
 """AdCo: contrast with negatives that are trained against the network.
 
-V: queries per image (1, or 2 if symmetric), B: images per rank, D: width of the head,
-K: negatives.
+V: queries per image (1, or 2 if symmetric), B: images per rank, D: width of the head, K:
+negatives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AdCo(MomentumKeys, EMATeacher):
     """AdCo (arXiv:2011.08435): MoCo whose negatives are trained to be hard, in place of a queue.
 
     Loss: ``-log exp(q.k/tau) / (sum_k' exp(q.k'/tau) + sum_n exp(q.n/tau))`` over keys k' of the
-    batch and negatives n, which are trained to increase it, at a temperature of their own (eq. 2).
+    batch and negatives n, which are trained to increase it, at a separate temperature (eq. 2).
 
     Published: ImageNet linear top-1 of ResNet-50 68.6 after 200 epochs, 72.8 after 800 (authors'
     README).
@@ -92,7 +92,7 @@ class AdCo(MomentumKeys, EMATeacher):
             self.pending.append((to_float32(batch.output.detach()), keys))
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return eq. 2 averaged over queries; ``output`` (V, B, D)."""
+        """Return the loss of eq. 2 for ``output`` (V, B, D), averaged over queries."""
         config = self.config
         return adversarial_loss(
             output, batch["keys"], self.negatives, temperature=config.temperature

@@ -1,6 +1,6 @@
 """AIM: predict the next patch of an image, in raster order.
 
-B: images per rank, N: patches of an image, E: width of the backbone, P: numbers in a patch.
+B: images per rank, N: patches of an image, E: width of the backbone, P: values in a patch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AIM(MaskedPatches):
         decoder_dim: int = setting(2048, min=1, tiny=16)
         """Width of the head's blocks."""
         decoder_depth: int = setting(12, min=1, tiny=1)
-        """Residual blocks of the head."""
+        """Number of residual blocks of the head."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the network with MAE's initial weights; a loaded backbone keeps its own."""

@@ -1,7 +1,6 @@
 """All4One: contrast with a neighbor and a centroid of neighbors; decorrelate the features.
 
-B: images per rank, D: width of projector and predictors, K: length of the queue,
-N: neighbors.
+B: images per rank, D: width of projector and predictors, K: length of the queue, N: neighbors.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class All4One(ProjectorTeacher):
     Published: CIFAR-10 top-1 of ResNet-18 93.24, CIFAR-100 72.17, ImageNet-100 81.93 (README
     of solo-learn, which contains the authors' code).
 
-    Use it if accuracy matters more than time: a step computes three terms and a transformer.
+    Use it if accuracy matters more than time: a step computes three terms and runs a transformer.
 
     Differs from the authors' code:
 
@@ -72,9 +71,9 @@ class All4One(ProjectorTeacher):
         predictor_dim: int = setting(4096, min=1, tiny=32)
         """Width of the hidden layers of both predictors."""
         num_layers: int = setting(3, min=1, tiny=1)
-        """Layers of the transformer that mixes neighbors."""
+        """Number of layers of the transformer that mixes neighbors."""
         num_heads: int = setting(8, min=1, tiny=2)
-        """Attention heads of the transformer."""
+        """Number of attention heads of the transformer."""
         queue_size: int = setting(98_304, min=1, tiny=lambda batch: 2 * batch)
         """Length of the queue in which neighbors are searched, in images; K."""
         num_neighbors: int = setting(5, min=2)
@@ -134,7 +133,7 @@ class All4One(ProjectorTeacher):
             self.pending.append(teacher[0])
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the three terms; ``output`` (2, B, 3, D)."""
+        """Return the three terms of the loss for ``output`` (2, B, 3, D)."""
         config, neighbors = self.config, batch["neighbors"]  # (2, B, N, D)
         _, prediction, query = output.unbind(2)
         nearest = neighbors[:, :, 0]

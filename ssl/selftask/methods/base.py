@@ -2,8 +2,8 @@
 
 A method is an ``nn.Module``. Its queue, center, prototypes or teacher are buffers and sub-modules,
 so they are moved, saved and resumed without additional code. Its own parameters, such as a
-predictor's, are trained. It is also a hook, called before all others at each hook
-point. ``task.loss`` is the method: its ``forward`` returns the loss.
+predictor's, are trained. It is also a hook, called before all others at each hook point.
+``task.loss`` is the method: its ``forward`` returns the loss.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Method(nn.Module, Hook):
         ``package.module:Class`` it is your own module.
 
         Raises:
-            UserError: If the module does not exist, or takes another number of channels.
+            UserError: If the module does not exist, or takes a different number of channels.
         """
         return open_frozen(getattr(self.config, name), f"method.{name}", task)
 

@@ -71,11 +71,11 @@ class BEiT(BlockMaskedPatches):
         tokens (B, N) and has ``num_tokens``, and ``patch_size`` if it needs images of another size.
         """
         branch_depth: int = setting(0, min=0)
-        """Blocks of the class token's branch, 2 in BEiT v2; 0: no branch."""
+        """Number of blocks of the class token's branch, 2 in BEiT v2; 0: no branch."""
         branch_layer: int = setting(-4, max=-2, tiny=-2)
-        """Hidden layer whose patches are the branch's input; -1 is the last layer."""
+        """Index of the hidden layer whose patches are the branch's input; -1 is the last layer."""
         branch_heads: int = setting(12, min=1, tiny=4)
-        """Attention heads of a block of the branch."""
+        """Number of attention heads of a block of the branch."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the tokenizer, and build the network with a score for each token.

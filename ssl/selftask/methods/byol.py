@@ -66,7 +66,7 @@ class BYOL(ProjectorTeacher, NeighborTargets):
         batch["targets"] = self.nearest(self.teacher(batch.input), task)  # (2, B, D)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of eq. 2 in both directions; ``output`` (2, B, 2, D)."""
+        """Return the loss of eq. 2 for ``output`` (2, B, 2, D), summed over both directions."""
         _, prediction = output.unbind(2)  # (2, B, D)
         return regression_loss(prediction, batch["targets"].flip(0))
 

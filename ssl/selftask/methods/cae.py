@@ -83,9 +83,9 @@ class CAE(KeptPatches):
         decoder_dim: int = setting(768, min=1, tiny=16)
         """Width of regressor and decoder, D."""
         decoder_depth: int = setting(4, min=1, tiny=1)
-        """Blocks of the regressor, and of the decoder."""
+        """Number of blocks of the regressor, and of the decoder."""
         decoder_heads: int = setting(12, min=1, tiny=2)
-        """Attention heads of these blocks."""
+        """Number of attention heads of these blocks."""
         feature_weight: float = setting(2.0, min=0)
         """Weight of the squared difference of features, w."""
 

@@ -83,7 +83,7 @@ class CAPI(MaskedPatches, EMATeacher):
         target_temperature: float = setting(0.06, above=0)
         """Temperature of the assignments."""
         sinkhorn_iterations: int = setting(3, min=1)
-        """Iterations of Sinkhorn-Knopp."""
+        """Number of iterations of Sinkhorn-Knopp."""
         position_wise: bool = True
         """Whether clusters get equal shares of the images at each position; false: equal shares of
         all patches, for batches that are much smaller than the number of clusters.
@@ -93,9 +93,9 @@ class CAPI(MaskedPatches, EMATeacher):
         predictor_dim: int = setting(1024, min=1, tiny=16)
         """Width of the predictor."""
         predictor_depth: int = setting(12, min=1, tiny=1)
-        """Blocks of the predictor."""
+        """Number of blocks of the predictor."""
         predictor_heads: int = setting(16, min=1, tiny=2)
-        """Attention heads of the predictor."""
+        """Number of attention heads of the predictor."""
         predictor_drop_path: float = setting(0.0, min=0, below=1)
         """Rate of stochastic depth in all blocks of the predictor."""
         momentum: Schedule = teacher_momentum(
@@ -168,7 +168,7 @@ class CAPI(MaskedPatches, EMATeacher):
         batch["patches"] = self.teacher(batch.all_views[0]).patches
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return both cross-entropies with the assignments; ``output.prediction`` (B, Q, K).
+        """Return both cross-entropies with the assignments; ``output.prediction`` is (B, Q, K).
 
         The first term trains only the clusters, and the second only the network.
         """
@@ -239,5 +239,5 @@ def cluster_scores(patches: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @in_full_precision
 def soft_cross_entropy(scores: Tensor, probs: Tensor, temperature: float) -> Tensor:
-    """Return the mean of -sum_k p log q, with q = softmax(scores / temperature), for (..., K)."""
+    """Return the mean cross-entropy of scores / ``temperature`` with ``probs``, (..., K) each."""
     return F.cross_entropy(scores.flatten(0, -2) / temperature, probs.flatten(0, -2))

@@ -64,9 +64,9 @@ class CLIP(Method):
         text_dim: int = setting(512, min=1, tiny=16)
         """Width of the text transformer."""
         text_depth: int = setting(12, min=1, tiny=1)
-        """Blocks of the text transformer."""
+        """Number of blocks of the text transformer."""
         text_heads: int = setting(8, min=1, tiny=2)
-        """Attention heads of the text transformer; in the paper text_dim / 64."""
+        """Number of attention heads of the text transformer; in the paper text_dim / 64."""
         temperature: float = setting(0.07, above=0)
         """Initial temperature tau; it is learned."""
 
@@ -119,7 +119,7 @@ class CLIP(Method):
             task.log("temperature", (-self.log_scale.detach()).exp())
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of figure 3; ``output`` (2, B, D): images, then captions."""
+        """Return the loss of figure 3 for ``output`` (2, B, D): images, then captions."""
         return match_pairs(output[0], output[1], self.log_scale)
 
     @torch.no_grad()

@@ -84,7 +84,7 @@ class CLSA(MomentumContrast, EMATeacher):
             self.pending.append((batch["keys"],))
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of eq. 6, a sum over strong views; ``output`` (1 + S, B, D)."""
+        """Return the terms of eq. 6 for ``output`` (1 + S, B, D), summed over strong views."""
         config, rows = self.config, self.queue.rows
         candidates = torch.cat([all_gather_cat(batch["keys"]).to(rows.dtype), rows])  # (WB + K, D)
         strong = relation_cross_entropy(
@@ -101,6 +101,8 @@ class CLSA(MomentumContrast, EMATeacher):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal similarities: (1 + strong_weight * strong views) * ln(batch + queue)."""
+        """Loss of equal similarities: (1 + ``strong_weight`` * strong views) * ln(batch +
+        ``queue_size``).
+        """
         terms = 1 + self.config.strong_weight * self.num_strong
         return terms * math.log(self.batch_size + self.config.queue_size)

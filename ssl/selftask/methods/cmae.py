@@ -1,7 +1,7 @@
 """CMAE: MAE that also contrasts the image with a shifted view of it.
 
-B: images per rank, N: patches of an image, K encoded and M masked ones, P: numbers in a patch, E:
-width of the backbone, T: its prefix tokens, D: width of projector and predictor.
+B: images per rank, N: patches of an image, K encoded and M masked ones, P: values in a patch, E:
+width of the backbone, D: width of projector and predictor.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CMAE(MAE, EMATeacher):
         momentum: Schedule = teacher_momentum(0.996)
         """Momentum of the teacher."""
         feature_depth: int = setting(2, min=1, tiny=1)
-        """Blocks of the decoder of features; width and heads are those of the pixel decoder."""
+        """Number of blocks of the feature decoder; its width and heads are the pixel decoder's."""
         out_dim: int = setting(256, min=1, tiny=16)
         """Width of the output of projector and predictor, D."""
         hidden_dim: int = setting(1536, min=1, tiny=32)
@@ -128,9 +128,10 @@ class CMAE(MAE, EMATeacher):
 
     @property
     def chance_loss(self) -> float | None:
-        """MAE's chance loss, plus that of equal similarities; None if MAE's is None.
+        """Loss of patch means and equal similarities: 1 + ``contrast_weight`` * 2 * ``temperature``
+        * ln(batch).
 
-        The latter is ``contrast_weight`` * 2 * ``temperature`` * ln(batch).
+        None if the chance loss of ``mae`` is None.
         """
         pixels, config = super().chance_loss, self.config
         if pixels is None:

@@ -26,7 +26,7 @@ class CMC(MemoryContrast):
     """CMC (arXiv:1906.05849): contrasts the lightness of an image with its colors, in two towers.
 
     The backbone is a ``channel_towers``: one network sees the channel L of an image in Lab (see the
-    transform ``lab``), the other the channels a and b. Evaluations take the features of both.
+    transform ``lab``), the other the channels a and b. Evaluations use the features of both.
 
     Loss: ``-log softmax(l.c/tau)`` of the lightness l of an image with its colors c among those of
     K other images, plus the same for its colors among lightnesses (eq. 2, 3).
@@ -55,7 +55,7 @@ class CMC(MemoryContrast):
         a softmax.
         """
         num_negatives: int = setting(16384, min=1, tiny=16)
-        """Negatives drawn from the memory bank, K."""
+        """Number of negatives drawn from the memory bank, K."""
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
@@ -82,7 +82,7 @@ class CMC(MemoryContrast):
         return features.flip(1)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of both directions; ``output`` (1, B, 2, D)."""
+        """Return the loss for ``output`` (1, B, 2, D), summed over both directions."""
         (mean,) = self.contrast(batch, output[0])
         return 2 * mean
 

@@ -128,7 +128,7 @@ class Colorization(ViewPixels):
 
     @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return eq. 2, a mean over positions and images; ``output.prediction`` (B, Q, h, w)."""
+        """Return the loss of eq. 2 for the scores ``output.prediction`` (B, Q, h, w)."""
         smooth = self.kernel @ (self.counts / self.counts.sum())
         weights = rebalancing(smooth, self.config.uniform_share)
         return color_loss(output.prediction, batch["target"], weights)

@@ -77,7 +77,7 @@ class CompRess(QueueDistillation):
         return (batch["targets"], student)[: len(self.queues())]
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return eq. 2, a mean over images; ``output`` (1, B, E), or (1, B, D) with one queue."""
+        """Return the loss of eq. 2 for ``output`` (1, B, E), or (1, B, D) with one queue."""
         queues = self.queues()
         return compress_loss(
             output[0],

@@ -43,7 +43,7 @@ class ContextEncoder(Method):
 
     Differs from the authors' code:
 
-    * No adversarial loss.
+    * There is no adversarial loss.
     * Hidden pixels are 0 in normalized images; in the authors' code, the mean color of ImageNet.
     * Any backbone can be used, with the paper's channel-wise layer; the authors' network has a
       bottleneck of one vector, and a tanh after the last layer.
@@ -134,7 +134,7 @@ class ContextEncoder(Method):
         center(batch.input, self.hidden_size).zero_()
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the weighted mean squared error; ``output.prediction`` (B, C, S, S)."""
+        """Return the weighted mean squared error of ``output.prediction`` (B, C, S, S)."""
         (images,) = batch.all_views
         target = center(images, self.config.center_size)
         return (self.weights * (to_float32(output.prediction) - target).square()).mean()

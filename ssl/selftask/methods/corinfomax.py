@@ -53,13 +53,13 @@ class CorInfoMax(Projected):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         out_dim: int = setting(64, min=1, tiny=4)
-        """Width of the head's output, D; fewer than the images of a batch."""
+        """Width of the head's output, D; below ``train.batch_size``."""
         hidden_dim: int = setting(2048, min=1, tiny=32)
         """Width of the projector's two hidden layers."""
         invariance_weight: float = setting(500.0, min=0)
         """Weight of the agreement of views, alpha; 250 on CIFAR-10."""
         forgetting: float = setting(0.01, min=0, below=1)
-        """Share of the older means and covariances at each step."""
+        """Weight of the previous means and covariances at each step."""
         epsilon: float = setting(1e-8, min=0)
         """Number added to the diagonal of the covariances."""
 
@@ -87,7 +87,7 @@ class CorInfoMax(Projected):
             self.pending.append(task.last_batch.output.detach())
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return both terms of eq. 12; ``output`` (2, B, D)."""
+        """Return both terms of eq. 12 for ``output`` (2, B, D)."""
         config, units = self.config, F.normalize(to_float32(output), dim=2)
         _, covariance = self.moved(units)
         return {
@@ -141,7 +141,7 @@ def running_statistics(
         units: (2, B, D).
         mean: Running means, (2, 1, D).
         covariance: Running covariances, (2, D, D).
-        forgetting: Share of the older values.
+        forgetting: Weight of the previous values.
     """
     num_images = units.shape[1] * world_size()
     batch_mean = sum_with_grad(units.sum(dim=1, keepdim=True)) / num_images

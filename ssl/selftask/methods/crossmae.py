@@ -1,7 +1,6 @@
-"""CrossMAE: MAE whose decoder attends to the encoded patches alone.
+"""CrossMAE: MAE whose decoder attends only to the encoded patches.
 
-B: images per rank, N: patches of an image, K kept and Q predicted ones, E: width of the backbone,
-T: its prefix tokens.
+B: images per rank, N: patches of an image, K kept and Q predicted ones, E: width of the backbone.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class CrossMAE(MAE):
         predicted_ratio: float = setting(0.25, above=0, max=1)
         """Number of predicted patches, chosen among the masked ones, as a share of all patches."""
         decoder_depth: int = setting(12, min=1, tiny=1)
-        """Blocks of the decoder."""
+        """Number of blocks of the decoder."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the network with MAE's initial weights and fixed positions.

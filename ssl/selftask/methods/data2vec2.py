@@ -109,11 +109,11 @@ class Data2Vec2(MaskedPatches, EMATeacher):
         decoder_dim: int = setting(768, min=1, tiny=16)
         """Width of the decoder."""
         decoder_depth: int = setting(6, min=1, tiny=1)
-        """Convolutions of the decoder."""
+        """Number of convolutions of the decoder."""
         decoder_kernel: int = setting(3, min=1)
         """Side of the convolutions' kernels, odd."""
         decoder_groups: int = setting(16, min=1, tiny=2)
-        """Groups of channels of the convolutions."""
+        """Number of groups of channels of the convolutions."""
         momentum: Schedule = teacher_momentum(
             {"name": "constant", "start": 0.99999, "warmup": "27%", "warmup_start": 0.9998}
         )

@@ -51,7 +51,7 @@ class DCL(BatchContrast):
         """
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the mean of eq. 5, or of eq. 6, over images and views; ``output`` (2, B, D)."""
+        """Return the loss of eq. 5, or of eq. 6 with ``sigma``, for ``output`` (2, B, D)."""
         return dcl_loss(*output, temperature=self.config.temperature, sigma=self.config.sigma)
 
     @property

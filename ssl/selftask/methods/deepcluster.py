@@ -3,8 +3,8 @@
 Sections and equations are those of the paper and its appendix; v1 is Caron et al., ECCV 2018,
 arXiv:1807.05520.
 
-V: views, the first two of which are stored; B: images per rank; N: images of the data
-set; D: width of the head; H: clusterings, K_h prototypes each.
+V: views, the first two of which are stored; B: images per rank; N: images of the data set; D:
+width of the head; H: clusterings, K_h prototypes each.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DeepCluster(ClusteredImages):
         temperature: float = setting(0.1, above=0)
         """Temperature of the softmax over prototypes."""
         kmeans_iterations: int = setting(10, min=0)
-        """Iterations of k-means in each epoch."""
+        """Number of iterations of k-means in each epoch."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if not self.num_prototypes or min(self.num_prototypes) < 2:

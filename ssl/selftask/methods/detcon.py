@@ -73,7 +73,7 @@ class DetCon(EMATeacher):
         local_negatives: bool = True
         """Whether other segments of the same image are negatives."""
         grid: int = setting(5, min=1, max=16)
-        """Rows and columns of the rectangles into which an image is divided."""
+        """Number of rows, and of columns, of rectangles into which an image is divided."""
         masks: str | None = None
         """Name of an array among the extras of the data that divides images instead of the grid:
         segment numbers (h, w), uint8. All arrays have the same size, which may differ from the size
@@ -202,7 +202,7 @@ def segments_in_view(segments: Tensor, draw: Draws) -> Tensor:
 
 
 def sample_segments(in_view: Tensor, numbers: Tensor) -> Tensor:
-    """Sample segments of a view uniformly and with replacement, whatever their size.
+    """Sample segments of a view uniformly and with replacement, regardless of their size.
 
     Args:
         in_view: Segment numbers of the points of the view, (B, R, R).

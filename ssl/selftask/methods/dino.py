@@ -88,7 +88,7 @@ class DINO(PrototypeHeads, EMATeacher):
         return (self.center,)
 
     def forward(self, output: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return eq. 3, averaged over its pairs; ``output`` (V, B, K).
+        """Return the loss of eq. 3 for ``output`` (V, B, K), averaged over pairs of views.
 
         The cross-entropy is split into the teacher's entropy, which has no gradient, and the KL
         divergence.

@@ -28,7 +28,7 @@ class DirectCLR(Method):
 
     Loss: ``CE(z1[:d].z2[:d]/tau)`` of the first d features, and the same with the views exchanged.
 
-    Use it to study collapse: there is no head.
+    Use it to study collapse without a projection head.
 
     Differs from the authors' code:
 
@@ -61,7 +61,7 @@ class DirectCLR(Method):
         return nn.Identity()
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return InfoNCE of each view against the other, averaged; ``output`` (2, B, E)."""
+        """Return InfoNCE between the views of ``output`` (2, B, E), both directions averaged."""
         return direct_loss(
             output[..., : self.config.num_features], temperature=self.config.temperature
         )

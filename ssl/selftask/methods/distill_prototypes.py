@@ -70,9 +70,9 @@ class DistillPrototypes(Distillation):
         temperature: float = setting(0.1, above=0)
         """Temperature of the student."""
         teacher_temperature: float | None = setting(None, above=0)
-        """Temperature of the teacher; null: the one at the end of its run."""
+        """Temperature of the teacher; null: its value at the end of the teacher's run."""
         sinkhorn_iterations: int = setting(3, min=1)
-        """Iterations of Sinkhorn-Knopp."""
+        """Number of iterations of Sinkhorn-Knopp."""
         pairs: Literal["same", "different"] = "same"
         """Views whose prototypes are compared. same: each view of the student with the same view of
         the teacher. different, for multi-crop: the teacher sees the first two views only, and each

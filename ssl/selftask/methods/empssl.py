@@ -58,7 +58,7 @@ class EMPSSL(Projected):
         """Squared distortion of the coding rate."""
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the negated terms of eq. 4, which is maximized; ``output`` (V, B, D)."""
+        """Return the negated terms of eq. 4, which is maximized, for ``output`` (V, B, D)."""
         units = F.normalize(to_float32(output), dim=2)
         return {
             "invariance": -self.config.invariance_weight * agreement(units),

@@ -39,7 +39,7 @@ class Predictions(NamedTuple):
 
 @register_method("esvit")
 class EsViT(DINO):
-    """EsViT (arXiv:2106.09785): DINO, and the same for regions that match by their features.
+    """EsViT (arXiv:2106.09785): DINO for whole views, and for regions matched by features.
 
     Loss: ``(1 - w) DINO + w (-mean_i sum_k t_k log softmax(s_i/tau)_k)``, where t is the target of
     the teacher's most similar region.

@@ -50,7 +50,7 @@ class FCMAE(SparK):
         levels: int = setting(1, min=1, max=1)
         """Number of resolutions that the decoder receives: only the coarsest."""
         decoder_depth: int = setting(1, min=1)
-        """Blocks of the decoder."""
+        """Number of blocks of the decoder."""
 
     def build_decoder(self, backbone: nn.Module, channels: int) -> tuple[nn.Module, list[int]]:
         level = levels_of(backbone, channels)[0]

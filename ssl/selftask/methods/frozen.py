@@ -29,7 +29,7 @@ def open_frozen(value: str | FrozenModule, key: str, task: Task) -> Frozen:
         task: The task, whose images the module gets.
 
     Raises:
-        UserError: If the module does not exist, or takes another number of channels.
+        UserError: If the module does not exist, or takes a different number of channels.
     """
     module = FrozenModule.of(value)
     if module.is_code:  # may return tokens or scores of any form
@@ -53,7 +53,7 @@ def open_trained(
         scores: Whether the network must have a head for classes or prototypes.
 
     Raises:
-        UserError: If the network or its head does not exist, or if it takes another number of
+        UserError: If the network or its head does not exist, or if it takes a different number of
             channels.
     """
     module = FrozenModule.of(value)

@@ -51,7 +51,7 @@ class HCL(BatchContrast):
         """Concentration of negatives on similar images, beta; 0: equal weights."""
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return eq. 5, a mean over images and views; ``output`` (2, B, D)."""
+        """Return the loss of eq. 5 for ``output`` (2, B, D), averaged over images and views."""
         config = self.config
         return hcl_loss(
             *output,

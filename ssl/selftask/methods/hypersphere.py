@@ -67,7 +67,7 @@ class Hypersphere(BatchContrast):
 
 @in_full_precision
 def alignment(output: Tensor, *, power: float) -> Tensor:
-    """Return the mean of |x - y|^power over the images of this rank, ``output`` (2, B, D)."""
+    """Return the mean of |x - y|^power over this rank's images for ``output`` (2, B, D)."""
     first, second = F.normalize(output, dim=2)
     return (first - second).square().sum(dim=1).clamp(min=1e-24).pow(power / 2).mean()
 
@@ -76,7 +76,7 @@ def alignment(output: Tensor, *, power: float) -> Tensor:
 def uniformity(output: Tensor, *, scale: float) -> Tensor:
     """Return log of the mean of exp(-scale |x_i - x_j|^2) over pairs i < j, a mean over views.
 
-    Every rank computes the value of all images.
+    Every rank computes the value for all images.
 
     Args:
         output: (V, B, D), not necessarily normalized.

@@ -38,7 +38,7 @@ class IGPT(ViewPixels):
 
     Published: CIFAR-10 top-1 of iGPT-L 96.3 linear, 99.0 fine-tuned (paper, abstract).
 
-    Use it as a baseline of generative pretraining; slow, since it has a token for each pixel.
+    Use it as a baseline of generative pretraining; it is slow, since it has a token for each pixel.
 
     Differs from the authors' code:
 
@@ -58,7 +58,7 @@ class IGPT(ViewPixels):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         levels: int = setting(8, min=2, max=256)
-        """Levels of a channel in the palette, which has K = levels^C colors; 512 with 8 and RGB."""
+        """Number of levels of a channel in the palette of K = levels^C colors (8 for RGB: 512)."""
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:

@@ -59,7 +59,7 @@ class IIC(Method):
         )
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the loss between the first and each later view, a mean over these and heads.
+        """Return the loss between the first and each later view, averaged over views and heads.
 
         ``output`` is (V, B, S, K).
         """

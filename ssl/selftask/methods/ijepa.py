@@ -43,8 +43,8 @@ class IJEPA(BlockPrediction, MaskedPatches, EMATeacher):
       code first tries other positions.
     * Learning rate and weight decay are those of the current step; in the authors' code, those of
       the next step (``scheduler.step()`` comes first).
-    * ``init_std: null`` in recipes for networks much narrower than a ViT-B (digits, ``images``,
-      CIFAR-10).
+    * Recipes for networks much narrower than a ViT-B (digits, ``images``, CIFAR-10) set
+      ``init_std: null``.
     """
 
     paper = (

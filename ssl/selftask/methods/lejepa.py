@@ -78,7 +78,7 @@ class LeJEPA(Projected):
         batch["slices"] = F.normalize(draws.view(dim, num), dim=0)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return both weighted terms; ``output`` (V, B, D)."""
+        """Return both weighted terms for ``output`` (V, B, D)."""
         config, embeddings = self.config, to_float32(output)
         centered = embeddings if config.center == "all" else embeddings[:NUM_GLOBAL]
         distance = F.mse_loss(embeddings, centered.mean(dim=0).expand_as(embeddings))

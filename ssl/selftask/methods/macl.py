@@ -50,7 +50,7 @@ class MACL(BatchContrast):
         """Agreement, the mean cosine of positives, at which ``temperature`` applies; A_0."""
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the weighted loss, a mean over images and views; ``output`` (2, B, D)."""
+        """Return the weighted loss for ``output`` (2, B, D), averaged over images and views."""
         config = self.config
         return macl_loss(
             *output,

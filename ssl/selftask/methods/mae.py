@@ -1,6 +1,6 @@
 """MAE: reconstruct the pixels of masked patches from a quarter of the patches.
 
-B: images per rank, N: patches of an image, K kept and M masked ones, P: numbers in a patch (its
+B: images per rank, N: patches of an image, K kept and M masked ones, P: values in a patch (its
 pixels times the channels), E: width of the backbone.
 """
 
@@ -100,7 +100,7 @@ class MAE(KeptPatches, ViewPixels):
         return terms if len(terms) > 1 else terms["masked_pixels"]
 
     def terms(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the weighted terms of the loss; ``output.prediction`` (B, 1, M, P)."""
+        """Return the weighted terms of the loss for ``output.prediction`` (B, 1, M, P)."""
         prediction, weight = to_float32(output.prediction[:, 0]), self.config.uniformity_weight
         terms = {"masked_pixels": F.mse_loss(prediction, batch["pixels"])}
         if weight:

@@ -1,7 +1,7 @@
 """MaskFeat: predict histograms of oriented gradients of hidden patches.
 
 B: images per rank, C: channels, N: patches of an image, H: maximum number of hidden ones, E: width
-of the backbone, D: numbers in the histograms of a patch.
+of the backbone, D: values in the histograms of a patch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MaskFeat(BlockMaskedPatches):
         cell_size: int = setting(8, min=1, tiny=2)
         """Side of the cell of a histogram, in pixels; a patch must be divisible into cells."""
         num_bins: int = setting(9, min=2)
-        """Orientations of a histogram, over half a turn."""
+        """Number of orientations of a histogram, over half a turn."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the network. Raise UserError if patches cannot be divided into cells."""

@@ -80,7 +80,7 @@ class MEC(ProjectorTeacher):
         task.last_batch["expansion"] = self.expansion_at(task.where)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return minus the coding length per image; ``output`` (2, B, 2, D)."""
+        """Return minus the coding length per image for ``output`` (2, B, 2, D)."""
         return mec_loss(
             output[:, :, 1],
             batch["projection"].flip(0),
@@ -96,7 +96,7 @@ def mec_loss(
 ) -> Tensor:
     """Return minus the trace of log(I + C), scaled by 1 / (lambda * N), a mean over views.
 
-    Eq. 5 and 6, C = target @ prediction.T * lambda. Every rank computes the value of all images.
+    Eq. 5 and 6, C = target @ prediction.T * lambda. Every rank computes the value for all images.
 
     Args:
         prediction: (2, B, D), not necessarily normalized.

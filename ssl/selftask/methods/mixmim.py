@@ -1,7 +1,7 @@
 """MixMIM: reconstruct two images that are mixed into one.
 
 B: images per rank, N: squares of an image, K of which it keeps in the mixed image and M of which
-its partner fills, P: numbers in a square (its pixels times the channels), E: width of the backbone.
+its partner fills, P: values in a square (its pixels times the channels), E: width of the backbone.
 """
 
 from __future__ import annotations

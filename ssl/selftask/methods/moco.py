@@ -113,7 +113,7 @@ class MoCo(MomentumContrast, EMATeacher):
         return self.config.mixed(queries, self.queue.rows.transpose(0, 1), torch.stack(draws))
 
     def forward(self, output: Tensor, batch: Batch) -> Loss:
-        """Return eq. 1 averaged over queries; ``output`` (V, B, D)."""
+        """Return the loss of eq. 1 for ``output`` (V, B, D), averaged over queries."""
         keys, queue = batch["keys"], self.queue.rows.transpose(0, 1)  # (V, B, D), (V, K, D)
         loss = info_nce(output, keys, queue, batch["mixed"], temperature=self.config.temperature)
         if not self.config.consistency_weight:

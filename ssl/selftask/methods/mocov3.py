@@ -90,7 +90,7 @@ class MoCoV3(ProjectorTeacher):
         task.last_batch["keys"] = self.teacher(task.last_batch.input)  # (2, B, D)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of algorithm 1, summed over both directions; ``output`` (2, B, 2, D)."""
+        """Return the loss of algorithm 1 for ``output`` (2, B, 2, D), both directions summed."""
         prediction = output[:, :, 1]
         return prediction_loss(prediction, batch["keys"], temperature=self.config.temperature)
 

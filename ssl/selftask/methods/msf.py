@@ -89,7 +89,7 @@ class MSF(ProjectorTeacher):
             self.pending.append(targets)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return eq. 1; ``output`` (1, B, 2, D)."""
+        """Return the loss of eq. 1 for ``output`` (1, B, 2, D)."""
         return mean_shift_loss(output[0, :, 1], batch["neighbors"])
 
     def on_update(self, task: Task) -> None:

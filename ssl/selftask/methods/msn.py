@@ -94,7 +94,7 @@ class MSN(PrototypeLayer, EMATeacher):
         sharpening: float = setting(0.25, above=0, max=1)
         """Temperature of the teacher relative to the student's, T in section 3."""
         sinkhorn_iterations: int = setting(3, min=0)
-        """Iterations of Sinkhorn-Knopp, which balances the targets; 0: none."""
+        """Number of iterations of Sinkhorn-Knopp, which balances the targets; 0: none."""
         me_max_weight: float = setting(1.0, min=0)
         """Weight of the divergence of the mean prediction from the prior, lambda in eq. 2."""
         momentum: Schedule = teacher_momentum({"name": "linear", "start": 0.996, "end": 1.0})
@@ -173,7 +173,7 @@ class MSN(PrototypeLayer, EMATeacher):
         return F.log_softmax(self.scores(features) / temperature, dim=-1)
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of eq. 2; ``output.prediction`` (V, B, D).
+        """Return the terms of eq. 2 for ``output.prediction`` (V, B, D).
 
         ``me_max`` is the KL divergence of the mean prediction over the views of all ranks from the
         prior. For a uniform prior it is log K minus the entropy, which MSN maximizes.

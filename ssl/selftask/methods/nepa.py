@@ -30,7 +30,7 @@ class NEPA(Method):
 
     Published: ImageNet top-1 after fine-tuning of ViT-B 83.8, ViT-L 85.3 (paper, abstract).
 
-    Use it before fine-tuning, as a simple alternative to masked images; weak by k-NN.
+    Use it before fine-tuning, as a simple alternative to masked images; features are weak by k-NN.
 
     Implemented from the paper and its pseudo-code; not compared with results of the authors' code.
     Targets are projections of patches without their positions.

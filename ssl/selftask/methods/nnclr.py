@@ -70,7 +70,7 @@ class NNCLR(NeighborTargets):
         batch["neighbors"] = self.nearest(batch.output[:, :, 0], task)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return eq. 3 in both directions, averaged; ``output`` (2, B, 2, D)."""
+        """Return the loss of eq. 3 for ``output`` (2, B, 2, D), averaged over both directions."""
         prediction = output[:, :, 1]
         return neighbor_loss(prediction, batch["neighbors"], temperature=self.config.temperature)
 

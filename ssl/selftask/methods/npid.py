@@ -79,7 +79,7 @@ class NPID(MemoryContrast):
             self.draw_negatives(batch, task)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms ``loss`` and, if weighted, ``proximal``; ``output`` (1, B, D)."""
+        """Return the term of ``loss`` and, if weighted, ``proximal`` for ``output`` (1, B, D)."""
         config, features = self.config, output[0]
         if config.loss == "softmax":
             loss = full_softmax(features, self.memory.rows, batch.index, config.temperature)

@@ -127,7 +127,7 @@ class OBoW(EMATeacher):
 
     @in_full_precision
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the divergence from the bags, averaged over levels; ``output`` (V, B, E)."""
+        """Return the divergence of ``output`` (V, B, E) from the bags, averaged over levels."""
         losses = []
         for level, bags in enumerate(batch["bags"]):
             weight = self.generators[level](self.vocabularies[level].rows)  # (K, E)

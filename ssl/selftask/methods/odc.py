@@ -67,7 +67,7 @@ class ODC(ClusteredImages):
         momentum: float = setting(0.5, min=0, max=1)
         """Weight of the old features of an image in the memory."""
         renew_every: int = setting(10, min=1, tiny=2)
-        """Steps after which the centroids are renewed."""
+        """Number of steps after which the centroids are renewed."""
         min_size: int = setting(20, min=2, tiny=2)
         """Minimum number of images in a cluster; a smaller cluster is replaced by half of the
         largest.
@@ -154,7 +154,7 @@ class ODC(ClusteredImages):
 
     @in_full_precision
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the weighted cross-entropy of the classifier; ``output`` (1, B, D)."""
+        """Return the weighted cross-entropy of the classifier for ``output`` (1, B, D)."""
         labels = self.labels[batch.index]
         losses = F.cross_entropy(self.classifier(output[0]), labels, reduction="none")  # (B,)
         sizes = self.sizes[labels.clamp(min=0)].clamp(min=1).to(losses.dtype)

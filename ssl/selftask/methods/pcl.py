@@ -74,9 +74,9 @@ class PCL(MomentumContrast, EMATeacher):
         num_prototypes: list[int] = setting([25_000, 50_000, 100_000], tiny=[4, 5, 6])
         """Number of prototypes of each clustering, K_h."""
         warmup_epochs: int = setting(20, min=1, tiny=1)
-        """Epochs without prototypes, at the start."""
+        """Number of epochs without prototypes, at the start."""
         kmeans_iterations: int = setting(20, min=0)
-        """Iterations of k-means in each epoch."""
+        """Number of iterations of k-means in each epoch."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             yield from super().problems(config)

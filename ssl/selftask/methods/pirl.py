@@ -1,7 +1,6 @@
 """PIRL: match an image and its shuffled tiles with the image's entry in a memory bank.
 
-B: images per rank; K: negatives of an image; T: tiles; D: width of the
-heads.
+B: images per rank; K: negatives of an image; T: tiles; D: width of the heads.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class PIRL(MemoryContrast):
         the paper, or by a softmax.
         """
         num_negatives: int = setting(32000, min=1, tiny=16)
-        """Negatives drawn from the memory bank, K."""
+        """Number of negatives drawn from the memory bank, K."""
         tiles_weight: float = setting(0.5, min=0, max=1)
         """Weight of the loss of tiles, lambda in eq. 5."""
 
@@ -72,7 +71,7 @@ class PIRL(MemoryContrast):
         batch.input = (batch.views["image"] + tiles, order)  # order (B, T)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of equation 5; ``output`` (2, B, D)."""
+        """Return the terms of eq. 5 for ``output`` (2, B, D)."""
         image, tiles = self.contrast(batch, *output)
         weight = self.config.tiles_weight
         return {"tiles": weight * tiles, "image": (1 - weight) * image}

@@ -59,11 +59,11 @@ class PixPro(EMATeacher):
         hidden_dim: int = setting(4096, min=1, tiny=32)
         """Width of the projector's hidden layer."""
         max_distance: float = setting(0.7, above=0)
-        """Largest distance of two cells that form a pair, in diagonals of the larger of them."""
+        """Largest distance of two cells that form a pair, in diagonals of the larger cell."""
         sharpness: float = setting(2.0, above=0)
         """Exponent of the cosines in eq. 3, gamma."""
         value_layers: int = setting(1, min=0, max=2)
-        """Number of layers that transform the features which are propagated, g in eq. 3."""
+        """Number of layers that transform the propagated features, g in eq. 3."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build projector and pixel propagation: cells (B, N, E) -> (B, N, D)."""
@@ -91,7 +91,7 @@ class PixPro(EMATeacher):
         batch["pairs"] = close_cells(first, second, grid, max_distance=self.config.max_distance)
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the loss in both directions, added; ``output.prediction`` (2, B, N, D)."""
+        """Return the loss of ``output.prediction`` (2, B, N, D), summed over both directions."""
         prediction, target, pairs = output.prediction, batch["cells"], batch["pairs"]
         return cell_regression_loss(prediction[0], target[1], pairs) + cell_regression_loss(
             prediction[1], target[0], pairs.mT
@@ -126,7 +126,7 @@ class CellLayers(nn.Module):
 
 
 class PixelPropagation(nn.Module):
-    """Replaces each cell of a map by a sum over all cells, weighted by similarity (eq. 3).
+    """Replaces each cell of a map with a sum over all cells, weighted by similarity (eq. 3).
 
     Args:
         value: Transform of the cells that are summed, g.

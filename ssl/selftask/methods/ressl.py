@@ -76,7 +76,7 @@ class ReSSL(MomentumContrast, EMATeacher):
             self.pending.append((batch["keys"],))
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return eq. 7 averaged over strong views; ``output`` (V, B, D)."""
+        """Return the loss of eq. 7 for ``output`` (V, B, D), averaged over strong views."""
         return relation_cross_entropy(
             output,
             batch["keys"],

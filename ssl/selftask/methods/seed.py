@@ -55,7 +55,7 @@ class SEED(QueueDistillation):
         return mlp(embed_dim, self.config.hidden_dim or embed_dim, self.out_dim, norm=False)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return eq. 4 for ``output`` (1, B, D), a mean over images."""
+        """Return the loss of eq. 4 for ``output`` (1, B, D), averaged over images."""
         return seed_loss(
             output[0],
             batch["targets"],

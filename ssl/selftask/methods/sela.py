@@ -86,7 +86,7 @@ class SeLa(Method):
         self.renewals = renewal_epochs(config.num_renewals, task.length.num_epochs)
 
     def on_phase_start(self, task: Task) -> None:
-        """Renew the labels in the epochs of ``renewals``, unless resumed within the epoch."""
+        """Renew the labels in the epochs of ``renewals``, unless the run was resumed within one."""
         clock = task.clock
         if task.train and clock.batch_in_epoch == 0 and clock.epoch in self.renewals:
             before = self.labels.clone()
@@ -124,7 +124,7 @@ class SeLa(Method):
 
 
 def renewal_epochs(num_renewals: int, num_epochs: int) -> set[int]:
-    """Return the epochs before which labels are renewed: 0, and others at growing distances.
+    """Return the epochs before which labels are renewed: 0, and others at growing intervals.
 
     Renewal i of n precedes epoch (i / n)^2 * ``num_epochs``, rounded down, as published.
     """

@@ -1,7 +1,6 @@
 """Shuffled-DBN: views agree after whitening random groups of features.
 
-V: views, B: images per rank, D: width of the projector; G: groups
-of features.
+V: views, B: images per rank, D: width of the projector; G: groups of features.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class ShuffledDBN(Method):
             batch["order"] = draws.argsort(stable=True)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return 2 - 2 cos of both views after whitening; ``output`` (2, B, D)."""
+        """Return 2 - 2 cos of both views of ``output`` (2, B, D) after whitening."""
         groups = batch["order"].view(-1, self.config.group_width)
         white = whiten_groups(output, groups, epsilon=self.config.epsilon)
         return 2 - 2 * F.cosine_similarity(white[0], white[1], dim=-1).mean()

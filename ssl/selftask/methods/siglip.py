@@ -63,7 +63,7 @@ class SigLIP(CLIP):
             task.log("bias", self.bias.detach())
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of algorithm 1; ``output`` (2, B, D): images, then captions."""
+        """Return the loss of algorithm 1 for ``output`` (2, B, D): images, then captions."""
         return judge_pairs(output[0], output[1], self.log_scale, self.bias)
 
     def on_update(self, task: Task) -> None:
@@ -84,7 +84,7 @@ def judge_pairs(images: Tensor, captions: Tensor, log_scale: Tensor, bias: Tenso
     """Return -log sigmoid(y (t cos + b)), summed over all ranks' captions and averaged over images.
 
     y is 1 for an image and its caption, else -1. Captions are taken rank by rank, and their logits
-    (B, B) are computed again in the backward pass, so that no (B, B * W) matrix is kept.
+    (B, B) are recomputed in the backward pass, so that no (B, B * W) matrix is kept.
 
     Args:
         images: (B, D).

@@ -61,7 +61,7 @@ class SimCLR(BatchContrast):
         """Factor of the whole loss; 2 in the paper's code, which sums both directions."""
 
     def forward(self, output: Tensor, batch: Batch) -> Loss:
-        """Return eq. 1 averaged over all pairs of views; ``output`` (V, B, D)."""
+        """Return the loss of eq. 1 for ``output`` (V, B, D), averaged over pairs of views."""
         loss = self.config.scale * info_nce(*output, temperature=self.config.temperature)
         if not self.config.consistency_weight:
             return loss
@@ -78,8 +78,8 @@ def info_nce(*views: Tensor, temperature: float) -> Tensor:
     """Return the NT-Xent loss of this rank's views, averaged over images and pairs of views.
 
     Each of V * B rows (V views of B images) is compared with the V * B * W rows of W ranks. The
-    denominator of a pair has the positive and all views of other images. With two views this is eq.
-    1; with more, the other views of the same image are excluded.
+    denominator of a pair contains the positive and all views of other images. With two views this
+    is eq. 1; with more, the other views of the same image are excluded.
 
     Args:
         *views: V tensors (B, D), not necessarily normalized.

@@ -1,4 +1,4 @@
-"""SimMIM: replace random squares of an image by a mask token and predict their pixels.
+"""SimMIM: replace random squares of an image with a mask token and predict their pixels.
 
 B: images per rank, C: channels, N = h * w: patches that can be masked (of 4 pixels in a Swin, of 16
 in a ViT).
@@ -68,7 +68,7 @@ class SimMIM(MaskedPatches):
         return mask.unflatten(1, grid)
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the mean absolute error of masked pixels; ``output.prediction`` (B, C, H, W)."""
+        """Return the mean absolute error of ``output.prediction`` (B, C, H, W) at masked pixels."""
         (images,) = batch.all_views
         return masked_l1(to_float32(output.prediction), images, batch["mask"])
 

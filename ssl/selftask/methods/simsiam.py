@@ -74,7 +74,7 @@ class SimSiam(NeighborTargets):
         batch["targets"] = self.nearest(batch.output[:, :, 0], task)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return eq. 2 with the mean of the other views as target; ``output`` (V, B, 2, D)."""
+        """Return the loss of eq. 2 for ``output`` (V, B, 2, D); targets average the other views."""
         return similarity_loss(output[:, :, 1], batch["targets"])
 
 

@@ -1,7 +1,6 @@
-"""SMoG: contrast images with groups of images, which move with the network's own features.
+"""SMoG: contrast images with groups, which move with the network's own features.
 
-B: images per rank, D: width of projector and predictor, K: groups, L: length of the
-queue.
+B: images per rank, D: width of projector and predictor, K: groups, L: length of the queue.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class SMoG(ProjectorTeacher):
             self.pending.append((batch.output[:, :, 0].detach(), targets[0]))
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the loss in both directions, averaged; ``output`` (2, B, 2, D)."""
+        """Return the loss for ``output`` (2, B, 2, D), averaged over both directions."""
         projection, prediction = output.unbind(2)  # (2, B, D)
         return grouping_loss(
             prediction, self.moved(projection), batch["group"], temperature=self.config.temperature

@@ -84,7 +84,7 @@ class SparK(MaskedPatches):
         return SparseNetwork(backbone, decoder, layers)
 
     def build_decoder(self, backbone: nn.Module, channels: int) -> tuple[nn.Module, list[int]]:
-        """Return the decoder, and the numbers of the hidden layers whose maps it receives.
+        """Return the decoder, and the indices of the hidden layers whose maps it receives.
 
         Raises UserError if the width of the decoder cannot be halved at each resolution.
         """
@@ -125,7 +125,7 @@ class SparK(MaskedPatches):
         return Shown(order[:, :visible], hidden.unflatten(1, grid))
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the mean squared error of masked patches; ``output.prediction`` (B, C, H, W)."""
+        """Return the mean squared error of ``output.prediction`` (B, C, H, W) at masked patches."""
         (images,), hidden = batch.all_views, batch["mask"].hidden
         target = standardize(images, hidden)[0] if self.config.normalize_pixels else images
         return masked_l2(to_float32(output.prediction), target, hidden)

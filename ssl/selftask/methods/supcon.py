@@ -63,7 +63,7 @@ class SupCon(BatchContrast):
         self.num_others = self.num_negatives + views - 1
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the loss, averaged over images and views; ``output`` (V, B, D)."""
+        """Return the loss for ``output`` (V, B, D), averaged over images and views."""
         config = self.config
         inside = config.sum_positives == "inside"
         loss = supcon_loss(output, batch.labels, temperature=config.temperature, inside=inside)

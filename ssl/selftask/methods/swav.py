@@ -70,7 +70,7 @@ class SwAV(PrototypeLayer):
         epsilon: float = setting(0.05, above=0)
         """Weight of the entropy in eq. 3."""
         sinkhorn_iterations: int = setting(3, min=1)
-        """Iterations of Sinkhorn-Knopp."""
+        """Number of iterations of Sinkhorn-Knopp."""
         hard_assignments: int | str = setting(0, duration=True)
         """Duration for which assignments are hard (one-hot), an option of VISSL."""
         queue_size: int = setting(0, min=0, tiny=lambda batch: 2 * batch)
@@ -122,7 +122,7 @@ class SwAV(PrototypeLayer):
             self.pending.append(F.normalize(assigned, dim=2).transpose(0, 1))  # (B, 2, D)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return eq. 6, averaged over pairs of views; ``output`` (V, B, D).
+        """Return the loss of eq. 6 for ``output`` (V, B, D), averaged over pairs of views.
 
         The cross-entropy is split into the entropy of the assignments, which has no gradient, and
         the rest.
@@ -145,7 +145,7 @@ class SwAV(PrototypeLayer):
 
         Args:
             scores: (B, K).
-            view: Number of the view.
+            view: Index of the view.
         """
         batch = len(scores)
         if self.queue_is_used:

@@ -88,7 +88,7 @@ class TCN(Method):
             )
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of this rank's clips; ``output`` (T, B, D)."""
+        """Return the loss of this rank's clips for ``output`` (T, B, D)."""
         config = self.config
         return triplet_loss(
             output.transpose(0, 1),

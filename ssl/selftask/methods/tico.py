@@ -57,7 +57,7 @@ class TiCo(EMATeacher):
         hidden_dim: int = setting(4096, min=1, tiny=32)
         """Width of the projector's hidden layer."""
         covariance_momentum: float = setting(0.9, min=0, max=1)
-        """Share of the older covariance at each step, beta."""
+        """Weight of the previous covariance at each step, beta."""
         covariance_weight: float = setting(8.0, min=0)
         """Weight of the covariance term, rho."""
 

@@ -82,7 +82,7 @@ class TWIST(Method):
         )
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of eq. 6, means over pairs of views; ``output`` (V, B, K)."""
+        """Return the terms of eq. 6 for ``output`` (V, B, K), averaged over pairs of views."""
         config = self.config
         divergence, sharpness, diversity = twist_terms(output, temperature=config.temperature)
         return {

@@ -4,8 +4,8 @@ Section 3 of the paper. With ``drop_probability: 0`` the loss is a mean over all
 RADIO (arXiv:2312.06709). Additional students learn from the same pass of the teachers, as in DINOv3
 (arXiv:2508.10104, section 5.3).
 
-B: images per rank, N: patches of the student, T: teachers, D: width of a teacher, E:
-width of the student.
+B: images per rank, N: patches of the student, T: teachers, D: width of a teacher, E: width
+of the student.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class UNIC(Method):
         hidden_dim: int = setting(1536, min=1, tiny=32)
         """Width of the hidden layer of the heads."""
         ladder: list[int] = setting([])
-        """Hidden layers of the student, by number, that the heads get in addition to the last
-        layer: the ladder of projectors. They must have the width of the last layer.
+        """Indices of the student's hidden layers that the heads get in addition to the last layer
+        (the ladder of projectors). They must have the width of the last layer.
         """
         moments_share: float | dict[str, Any] = setting(
             {"name": "cosine", "start": 1.0, "end": 0.001}, of="schedules", min=0, max=1
@@ -227,7 +227,7 @@ class UNIC(Method):
         batch["targets"] = standardize(features, moments)
 
     def forward(self, output: Predictions, batch: Batch) -> dict[str, Tensor]:
-        """Return eq. 5, a mean over images and the teachers that are kept for each of them.
+        """Return the terms of eq. 5, averaged over images and the teachers kept for each.
 
         Each student gets the gradients that it would get alone: the loss is a sum over students.
         The terms are ``pooled`` and, if patches have a weight, ``patches``.
@@ -283,7 +283,7 @@ class StudentNetwork(Network):
         backbone: The backbone.
         heads: Heads of the first teacher, in the order of ``kinds``, then of the second, ...
         kinds: ``("pooled",)`` or ``("pooled", "patches")``.
-        ladder: Numbers of the hidden layers that the heads get in addition to the last layer.
+        ladder: Indices of the hidden layers that the heads get in addition to the last layer.
 
     Attributes:
         further: Networks of the additional students by name, which get the same images.

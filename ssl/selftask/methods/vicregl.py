@@ -43,7 +43,7 @@ class VICRegL(Method):
     Differs from the authors' code:
 
     * By location, 20 cells of each large view and 4 of each small one are matched; in the authors'
-      code, 20 of the first view of a pair and 4 of the second, whatever their sizes.
+      code, 20 of the first view of a pair and 4 of the second, regardless of their sizes.
     * Positions of cells take flips into account; in the authors' code flips are ignored
       (``--no-flip-grid 1``).
     * The standard deviation of red is 0.229; in the authors' code, 0.228.

@@ -71,7 +71,7 @@ class VISReg(Projected):
         batch["slices"] = F.normalize(draws.view(dim, num), dim=0)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the weighted terms; ``output`` (V, B, D)."""
+        """Return the weighted terms for ``output`` (V, B, D)."""
         weight, embeddings = self.config.regularization_weight, to_float32(output)
         center = embeddings[:NUM_GLOBAL].mean(dim=0)
         terms = gaussian_terms(embeddings, batch["slices"])

@@ -81,7 +81,7 @@ class VQKD(Method):
         commitment_weight: float = setting(1.0, min=0)
         """Weight of the distance of the patches from their codes, beta."""
         kmeans_iterations: int = setting(10, min=0)
-        """Iterations of k-means for the first codes."""
+        """Number of iterations of k-means for the first codes."""
         decoder_dim: int = setting(768, min=1, tiny=32)
         """Width of the decoder."""
         decoder_depth: int = setting(3, min=0, tiny=1)

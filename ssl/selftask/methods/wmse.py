@@ -1,7 +1,7 @@
 """W-MSE: views agree after whitening, which spreads the images of a sub-batch in all directions.
 
-V: views, B: images per rank, N: images of all ranks, D: width of the projector; S: images
-of a sub-batch.
+V: views, B: images per rank, N: images of all ranks, D: width of the projector; S: images of a
+sub-batch.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class WMSE(Method):
         batch["orders"] = draws.view(iterations, num_images).argsort(dim=1, stable=True)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return eq. 6, a mean over pairs of views and divisions; ``output`` (V, B, D)."""
+        """Return the loss of eq. 6 for ``output`` (V, B, D), averaged over pairs and divisions."""
         config = self.config
         return wmse_loss(
             output,

@@ -48,15 +48,15 @@ class BlockPrediction(Method):
         context_scale: tuple[float, float] = (0.85, 1.0)
         """Range of the context's share of the image's area, before the targets are cut out."""
         min_context: int = setting(10, min=0)
-        """Minimum patches in a context; if fewer remain, the last targets may overlap it."""
+        """Minimum number of patches in a context; if fewer remain, targets may overlap it."""
         max_context: float = setting(0.5, above=0, max=1)
         """Maximum share of the image's patches in a context; random excess patches are dropped."""
         predictor_dim: int = setting(384, min=1, tiny=16)
         """Width of the predictor."""
         predictor_depth: int = setting(6, min=1, tiny=1)
-        """Blocks of the predictor; 12 for ViT-L and larger."""
+        """Number of blocks of the predictor; 12 for ViT-L and larger."""
         predictor_heads: int = setting(12, min=1, tiny=2)
-        """Attention heads of the predictor."""
+        """Number of attention heads of the predictor."""
         init_std: float | None = setting(0.02, above=0)
         """Initial standard deviation of weights. null: larger in layers with few inputs, for
         networks much narrower than ViT-B, in which 0.02 makes features small next to the positions.

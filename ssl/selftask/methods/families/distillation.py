@@ -121,7 +121,7 @@ class QueueDistillation(Distillation):
         return (batch["targets"],)
 
     def on_update(self, task: Task) -> None:
-        """Replace the oldest features of each queue by those of this step."""
+        """Replace the oldest features of each queue with those of this step."""
         for rows in self.take_pending():
             for queue, features in zip(self.queues(), rows, strict=True):
                 queue.update(features)

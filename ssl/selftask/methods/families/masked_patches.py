@@ -224,9 +224,9 @@ class KeptPatches(MaskedPatches):
         decoder_dim: int = setting(512, min=1, tiny=16)
         """Width of the decoder."""
         decoder_depth: int = setting(8, min=1, tiny=1)
-        """Blocks of the decoder."""
+        """Number of blocks of the decoder."""
         decoder_heads: int = setting(16, min=1, tiny=2)
-        """Attention heads of the decoder."""
+        """Number of attention heads of the decoder."""
 
         @property
         def decoder_sizes(self) -> dict[str, int]:

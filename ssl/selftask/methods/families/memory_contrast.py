@@ -39,7 +39,7 @@ class MemoryContrast(Method):
         out_dim: int = setting(128, min=1, tiny=16)
         """Width of the head's output, D."""
         num_negatives: int = setting(4096, min=1, tiny=16)
-        """Negatives drawn from the memory bank, K."""
+        """Number of negatives drawn from the memory bank, K."""
         temperature: float = setting(0.07, above=0)
         """Temperature of the similarities, tau."""
         momentum: float = setting(0.5, min=0, max=1)

@@ -95,7 +95,7 @@ class MomentumContrast(MomentumKeys):
         return (self.queue,)
 
     def on_update(self, task: Task) -> None:
-        """Update the teacher, then replace the oldest keys by those of this step."""
+        """Update the teacher, then replace the oldest keys with those of this step."""
         super().on_update(task)
         for item in self.take_pending():
             self.enqueue(*item)

@@ -31,7 +31,7 @@ class Pretext(Method):
     num_classes: int
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy of scores ``output`` (V, B, C), a mean over views and images."""
+        """Return the cross-entropy of the scores ``output`` (V, B, C) with the classes."""
         scores = to_float32(output.flatten(0, 1))
         return F.cross_entropy(scores, batch["classes"].flatten())
 

@@ -85,8 +85,8 @@ class PrototypeHeads(Method):
 
         Args:
             embed_dim: Number of features, E.
-            norm: Add BatchNorm to the mlp; see ``DINOHead``.
-            trained_length: Train the lengths of the prototypes; see ``WeightNormLinear``.
+            norm: Whether to add BatchNorm to the MLP; see ``DINOHead``.
+            trained_length: Whether to train the prototypes' lengths; see ``WeightNormLinear``.
         """
         config = self.config
         return DINOHead(
