@@ -29,7 +29,7 @@ from selftask.equivalence.worker import Leg, work
 from selftask.errors import RunError, UserError, describe_exit
 from selftask.registry import BACKBONES
 
-_PRELOADED = ("selftask.equivalence.worker", "torch._dynamo")  # optimizers import the second, 3 s
+_PRELOADED = ("selftask.equivalence.worker", "torch._dynamo")  # torch._dynamo takes 3 s
 _GRACE_S = 5.0  # for ranks that fail after the first failure
 
 
@@ -40,8 +40,8 @@ class Report:
     rows: list[Row]
     replaced_norms: int
     silent: bool  # the loss calls no collective, although the method declares that it does
-    draws: list[str] = field(default_factory=list)  # generators of the process that a step uses
-    not_reached: list[str] = field(default_factory=list)  # what begins or ends after these steps
+    draws: list[str] = field(default_factory=list)  # global random generators that a step uses
+    not_reached: list[str] = field(default_factory=list)  # schedules etc. after these steps
 
     @property
     def ok(self) -> bool:
@@ -49,7 +49,7 @@ class Report:
 
 
 def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
-    """Train the tiny ``config`` on each number of ranks, and compare with one rank.
+    """Train the tiny ``config`` on each number of ranks, and compare the runs.
 
     Args:
         config: A config made by ``make_tiny``.
@@ -57,8 +57,8 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
         steps: Number of steps of each training.
 
     Returns:
-        The largest difference of each quantity. Resuming on another number of ranks is included if
-        ``ranks`` contains 2 and there are at least three steps.
+        A report with the largest difference of each quantity from that of one rank. A resume on
+        another number of ranks is included if ``ranks`` contains 2 and ``steps`` is at least 3.
 
     Raises:
         UserError: If a rank failed with an error that the user must fix.
@@ -123,7 +123,7 @@ def _run_legs(number: int, legs: list[Leg], config: Config, folder: Path) -> Non
 def _start_server(config: Config) -> None:
     """Start the server process, which imports torch once and is forked for every rank.
 
-    PYTHONPATH is set for its imports, since older versions of Python do not pass it ``sys.path``.
+    PYTHONPATH is set, since older versions of Python do not pass ``sys.path`` to the server.
     """
     library = getattr(BACKBONES[config.backbone.name], "library", None)
     multiprocessing.set_forkserver_preload([*_PRELOADED, *([library] if library else [])])

@@ -15,10 +15,10 @@ _TIMEOUT_S = 60.0
 
 
 def check_collectives() -> str:
-    """Test collectives between all GPUs, or two processes on the CPU; return a summary.
+    """Test collectives between all GPUs, or between two CPU processes; return a summary.
 
     Raises:
-        RunError: If a collective fails, hangs or gives a wrong result; names the ranks.
+        RunError: If a collective fails, hangs or gives a wrong result; the message names the ranks.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backend, ranks = ("nccl", gpus) if gpus > 1 else ("gloo", 2)

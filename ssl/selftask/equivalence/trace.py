@@ -67,7 +67,7 @@ class RecordedTask(Task):
         self.gradients: list[dict[str, Tensor]] = []  # for each step
         self.method_states: list[dict[str, Tensor]] = []  # after each step
         self.asked: dict[str, int] = {}  # file:line -> step that steps_done is compared with
-        self.draws: dict[str, None] = {}  # generators of the process that a step has used
+        self.draws: dict[str, None] = {}  # global random generators that a step has used
         self.exchanges = 0  # collectives called while a loss was computed
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -89,7 +89,7 @@ class RecordedTask(Task):
 
     @property
     def steps_done(self) -> int:
-        """Number of finished steps, which records its comparisons; see ``WatchedSteps``."""
+        """Number of finished steps, as a ``WatchedSteps`` that records comparisons with it."""
         return WatchedSteps(super().steps_done, self.asked)
 
     def train_until(self, steps: int) -> None:

@@ -1,6 +1,6 @@
 """Evaluation of frozen features, during and after a run: k-NN, linear probe, SVM, retrieval.
 
-The package is also the function of the Python API: ``selftask.evaluate("runs/a", "knn")``.
+The package can be called as a function of the Python API: ``selftask.evaluate("runs/a", "knn")``.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Scores of test images in a line of JSON, and digests of the images that they belong to."""
+"""Encode the scores of test images for JSON, and compute digests that identify the images."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from selftask.data.fingerprint import fingerprint, sample_contents
 from selftask.data.source import Source
 
 _MOST_IMAGES = 100_000_000
-_LARGEST = 1e100  # of a score: their products are finite
+_LARGEST = 1e100  # limit of a score, so that products of scores are finite
 
 
 def content_digest(source: Source) -> str:
     """Return a digest of the number of images, their labels, and the bytes of up to 256 of them.
 
-    It does not depend on the folder of the images. If reading the bytes is expensive, names are
-    used instead.
+    It does not depend on the folder of the images. If reading the bytes is expensive or fails,
+    the names of the images are used instead.
     """
     facts = fingerprint(source)
     contents = sample_contents(source)

@@ -33,7 +33,7 @@ from selftask.registry import register_evaluation
 @register_evaluation("knn")
 @dataclass(frozen=True, kw_only=True)
 class KNN:
-    """Weighted nearest neighbors: top-1 as knn_top1 for the first k, knn_top1_k200 for others."""
+    """Weighted k-NN accuracy: knn_top1 for the first k, and knn_top1_k200 for another k of 200."""
 
     takes_parts: ClassVar[bool] = True  # each rank passes its own part of the features
     takes_files: ClassVar[bool] = True
@@ -82,7 +82,7 @@ class KNN:
 
         hits: list[list[Tensor]] = [[] for _ in self.k]
         for expected, similarity, neighbor in self._neighbors(train, test):
-            classes, of_neighbor = targets[0][neighbor].unique(return_inverse=True)  # few of many
+            classes, of_neighbor = targets[0][neighbor].unique(return_inverse=True)  # usually few
             for number, count in enumerate(self.k):
                 votes = class_votes(
                     similarity[:, :count], of_neighbor[:, :count], len(classes), self.temperature

@@ -24,9 +24,10 @@ def metrics(
 ) -> dict[str, float]:
     """Return the metrics of a file of predictions, with the names of ``selftask test``.
 
-    A file of scores gives ``accuracy_top_K`` and ``mean_average_precision_map``, computed by the
-    meters. A table of classes gives ``accuracy_top_1``. Both give ``images``, the number of images
-    with a label, and ``ece``, unless images have several labels each.
+    A file of scores gives ``mean_average_precision_map`` and, with one label per image,
+    ``accuracy_top_K``, both computed by the meters. A table of classes gives ``accuracy_top_1``.
+    Both kinds give ``images``, the number of images with a label, and, with one label per image,
+    ``ece``.
 
     Args:
         predictions: Content of the file; images without a label do not count.
@@ -34,7 +35,7 @@ def metrics(
         bins: Number of bins of ``expected_calibration_error``.
 
     Raises:
-        UserError: If no image has a label, or ``topk`` needs scores that the file does not have.
+        UserError: If no image has a label, or ``topk`` cannot be computed from the file.
     """
     labels, scores = predictions.labels, predictions.scores
     if not (labels >= 0).any():
@@ -76,7 +77,7 @@ def expected_calibration_error(probability: np.ndarray, correct: np.ndarray, bin
     """Return the mean absolute gap between confidence and accuracy in bins of confidence.
 
     Guo et al. (arXiv:1706.04599), eq. 3: sum over bins of |B| / N * |acc(B) - conf(B)|; bin m of M
-    holds confidences in ((m - 1) / M, m / M].
+    contains confidences in ((m - 1) / M, m / M].
 
     Args:
         probability: (N,), probability of the predicted class, in [0, 1].

@@ -1,4 +1,4 @@
-"""The method's own loss on validation images."""
+"""The method's loss on validation images."""
 
 from __future__ import annotations
 

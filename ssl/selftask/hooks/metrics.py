@@ -30,7 +30,7 @@ class Metrics(Hook):
 
     ``loss`` is the mean over the steps since the previous row, ``loss_median`` their median. Times,
     ``data_wait`` and ``memory_mb`` are maxima over ranks. ``step_s`` is the mean time of a step
-    including everything between steps, such as evaluations; ``step_s_median`` excludes it. Warns
+    including evaluations and checkpoints, which hardly affect the median, ``step_s_median``. Warns
     once, with advice, if training keeps waiting for data.
 
     Losses stay on the device between rows, so that the host waits for the device only when a row is

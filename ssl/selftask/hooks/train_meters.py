@@ -56,7 +56,7 @@ class TrainMeters(Hook):
 
     def before_save(self, task: Task) -> None:
         for meter in self.meters.values():
-            meter.sync_state()  # the checkpoint holds the state of the first rank
+            meter.sync_state()  # the checkpoint contains the state of the first rank
 
     def state_dict(self) -> dict[str, Any]:
         meters = getattr(self, "meters", {})

@@ -1,4 +1,4 @@
-"""Block masks: rectangles of patches until a given number of patches is covered.
+"""Block masks: random rectangles that together cover up to a given number of patches.
 
 Bao et al., BEiT: BERT Pre-Training of Image Transformers, ICLR 2022, arXiv:2106.08254, algorithm 1,
 with the sizes of BEiT's published code, which iBOT, data2vec and DINOv2 use.
@@ -111,7 +111,7 @@ class BlockMask:
         return torch.from_numpy(mask).flatten(1)
 
     def _rectangles(self, draws: Values, most: Values) -> tuple[Sides, Sides, Values]:
-        """Return (first, end) rows and columns of rectangles, (A, 10) each, and which fit."""
+        """Return (first, end) rows and columns of rectangles, and whether they fit, (A, 10)."""
         area, aspect, down, right = draws
         area = self.min_patches + (most - self.min_patches).astype(np.float32) * area
         height, width = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
@@ -131,7 +131,7 @@ def _num_unmasked(mask: Values, rows: Sides, columns: Sides) -> Values:
 
     Args:
         mask: (A, h, w) bool.
-        rows: First row of each rectangle and the one after its last, (A, 10) each.
+        rows: First row of each rectangle, and the row after its last, (A, 10) each.
         columns: Likewise for columns.
     """
     sums = np.zeros((len(mask), mask.shape[1] + 1, mask.shape[2] + 1), dtype=np.int32)

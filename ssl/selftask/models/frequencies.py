@@ -1,4 +1,4 @@
-"""Frequencies of images.
+"""Masks of spatial frequencies, and removal of frequencies from images.
 
 B images of C channels, H x W pixels.
 """
@@ -29,7 +29,8 @@ def without(pixels: Tensor, removed: Tensor) -> Tensor:
         removed: (B, H, W) or (H, W) bool, True for frequencies to remove.
 
     Returns:
-        Complex (B, C, H, W); real if ``removed`` is symmetric around frequency 0.
+        Complex images (B, C, H, W); imaginary parts are 0 if ``removed`` is symmetric around
+        frequency 0.
     """
     spectrum = torch.fft.fft2(pixels)
     return torch.fft.ifft2(spectrum.masked_fill(removed.unsqueeze(-3), 0.0))

@@ -24,7 +24,7 @@ def mlp(
     last_bias: bool = True,
     activation: Callable[[], nn.Module] = nn.ReLU,
 ) -> nn.Sequential:
-    """Build linear layers of the given sizes, such as a projector ``mlp(512, 2048, 128)``.
+    """Build an MLP with the given sizes, such as a projector ``mlp(512, 2048, 128)``.
 
     Args:
         sizes: Numbers of features, from input to output.
@@ -155,8 +155,8 @@ class WeightNormLinear(nn.Module):
     def __init__(self, dim: int, num: int, *, trained_length: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num, dim))
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear: sets the effective lr
-        # two dimensions, since it decays as weights do
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear; scale sets effective lr
+        # two dimensions, so that it gets weight decay as weights do
         self.length = nn.Parameter(torch.ones(num, 1)) if trained_length else None
 
     def forward(self, features: Tensor) -> Tensor:
@@ -165,9 +165,10 @@ class WeightNormLinear(nn.Module):
 
 
 class DINOHead(nn.Module):
-    """mlp with GELU -> bottleneck on the unit sphere -> weight-normalized prototypes.
+    """DINO's head: MLP with GELU, bottleneck of unit length, weight-normalized prototypes.
 
-    DINO (arXiv:2104.14294), appendix C: (N, E) -> (N, K), cosines unless ``trained_length``.
+    Features (N, E) -> scores (N, K), which are cosines unless ``trained_length``. See appendix C of
+    DINO (arXiv:2104.14294).
 
     Args:
         embed_dim: Number of features, E.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class TextTransformer(nn.Module):
-    """Token ids (B, L) -> features (B, E) at the last token of each text.
+    """CLIP's text encoder: token ids (B, L) -> features (B, E) of each text's last token.
 
     Pre-norm blocks with causal attention, learned positions and initial weights as in section 2.4
     of Radford et al., arXiv:2103.00020, and its code, but with exact GELU instead of its
@@ -65,7 +65,9 @@ def _block(dim: int, heads: int) -> nn.TransformerEncoderLayer:
 
 
 class ImageTextModel(nn.Module):
-    """Images (B, C, H, W) -> embeddings (B, D), in the space of the embeddings of texts.
+    """Image and text encoders whose embeddings share a space.
+
+    The forward pass maps images (B, C, H, W) to embeddings (B, D).
 
     Args:
         backbone: Images -> features (B, E).

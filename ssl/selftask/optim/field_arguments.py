@@ -10,9 +10,9 @@ class FieldArguments:
     """Base class of dataclasses whose fields are the arguments of an optimizer."""
 
     optimizer: ClassVar[Any]
-    """Class of torch's interface, called with parameter groups and the fields."""
+    """Optimizer class with torch's interface, called with parameter groups and fields."""
     options: ClassVar[dict[str, Any]] = {}
-    """Arguments that are not fields."""
+    """Arguments of the optimizer that are not fields."""
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
         """Return the optimizer; a field ``sgd_momentum`` is passed as ``momentum``."""

@@ -1,7 +1,7 @@
 """Schedules: pure functions of progress ``where`` in [0, 1), without state.
 
-Classy Vision's and fvcore's schedulers are used if they exist. Learning rates that depend on a
-metric are set by the hook ``plateau``.
+Schedulers of Classy Vision and fvcore are used for the shapes that they offer. Learning rates that
+depend on a metric are set by the hook ``plateau``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from selftask.errors import UserError
 from selftask.optim.curves import Curve, Schedule, geometric, join
 from selftask.registry import SCHEDULES, register_schedule
 
-_EPSILON = 1e-9  # fraction of a run: rounding of progress at a milestone
+_EPSILON = 1e-9  # fraction of a run; tolerance for rounding errors of progress
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ _RISES: dict[str, Callable[[float, float], Any]] = {
 @register_schedule("constant")
 @dataclass(frozen=True, kw_only=True)
 class Constant(ScheduleConfig):
-    """Constant start value."""
+    """Constant at the start value."""
 
     needs_end = False
 
@@ -144,7 +144,7 @@ class Constant(ScheduleConfig):
 @register_schedule("linear")
 @dataclass(frozen=True, kw_only=True)
 class Linear(ScheduleConfig):
-    """Linear from start to end."""
+    """Linear interpolation from start to end."""
 
     def curve(self, start: float, end: float, span: Span) -> Schedule:
         return schedulers.LinearParamScheduler(start, end)
@@ -160,8 +160,8 @@ class Cosine(ScheduleConfig):
     growth: float = setting(1.0, above=0)
     """Ratio of the lengths of successive cycles, T_mult."""
     stretch: float = setting(1.0, min=1, also=["ipe_scale"])
-    """Length of the half cosine in lengths of the run, counted from its start: at 1.25 the run
-    ends after four fifths of it, before ``end`` is reached.
+    """End of the half cosine as a multiple of the run's length. At 1.25, without a warm-up, the run
+    ends after four fifths of the half cosine, before ``end`` is reached.
     """
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -197,7 +197,7 @@ class Exponential(ScheduleConfig):
 @register_schedule("polynomial")
 @dataclass(frozen=True, kw_only=True)
 class Polynomial(ScheduleConfig):
-    """``end + (start - end) * (1 - where) ** power``."""
+    """Polynomial decay: ``end + (start - end) * (1 - where) ** power``."""
 
     power: float = setting(above=0)
     """Exponent; 0.9 in DeepLab, 1 is linear."""
@@ -342,7 +342,7 @@ class Composite(ScheduleConfig):
     parts: list[dict[str, Any]] = setting(of="schedules")
     """Schedules, in order."""
     milestones: list[int | str]
-    """Times at which the next schedule begins; one less than there are parts."""
+    """Times at which the next schedule begins; one fewer than there are parts."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         yield from milestone_problems(self.milestones)

@@ -46,7 +46,7 @@ def memory_report(task: Task) -> list[str]:
 
 
 def _total(task: Task, sample: int) -> str:
-    """Return the memory use of a step, given the bytes of a sample's activations."""
+    """Describe the memory use of a step, given the bytes of a sample's activations."""
     fixed, size, world = fixed_bytes(task), task.length.batch_size, task.world.size
     text = (
         f"memory of a rank: {show_bytes(fixed)} of weights, gradients and optimizer state; "

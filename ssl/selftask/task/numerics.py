@@ -68,9 +68,9 @@ def is_settled(config: Config) -> bool:
 
 
 def agree_on_precision(task: Task) -> None:
-    """Set ``train.precision=auto`` to the value of rank 0 on every rank. Collective call.
+    """Replace the value of ``train.precision=auto`` by that of rank 0, on every rank.
 
-    CPUs of several machines may differ in their instructions.
+    CPUs of several machines may differ in their instructions. Every rank must call this function.
     """
     if world_size() == 1:
         return
@@ -145,7 +145,7 @@ def numerics(train: TrainConfig, device: torch.device) -> Iterator[None]:
 
 
 def uses_benchmark(train: TrainConfig, device: torch.device) -> bool:
-    """Return whether cuDNN times its algorithms; by default on CUDA, since shapes repeat."""
+    """Return whether cuDNN times its algorithms, by default on CUDA unless deterministic."""
     if train.cudnn_benchmark is None:
         return device.type == "cuda" and not train.deterministic
     return train.cudnn_benchmark

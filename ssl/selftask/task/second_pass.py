@@ -12,7 +12,7 @@ from selftask.random.keyed import LAYER_DRAWS
 
 @contextmanager
 def second_pass(network: Any) -> Iterator[None]:
-    """Context that restores running statistics and ``network.embedding`` on exit.
+    """Context of a second pass; restores running statistics and ``network.embedding`` on exit.
 
     Dropout repeats the draws of the first pass.
     """

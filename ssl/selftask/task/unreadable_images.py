@@ -1,4 +1,4 @@
-"""Report unreadable images at the end of an epoch."""
+"""Report unreadable images at the end of a train phase."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ log = get_logger(__name__)
 
 
 class UnreadableImages(Hook):
-    """Counts unreadable images over ranks and epochs, in the log and in ``metrics.jsonl``.
+    """Logs unreadable images, and writes the number of those for training to ``metrics.jsonl``.
 
-    The count changes at the end of a train phase only, so that rows do not depend on where a run
-    was stopped.
+    The number is the total of all ranks and epochs. It changes at the end of a train phase only, so
+    that rows do not depend on where a run was stopped.
 
     Args:
-        note: Called at the end of an epoch with a sentence for each data set that has unreadable
-            images; None to log them only.
+        note: Called at the end of a train phase with a sentence for each data set that has
+            unreadable images; None: sentences are only logged.
     """
 
     def __init__(self, note: Callable[[list[str]], None] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Parts that all train steps share; ``train_steps/standard.py`` has the same code in full."""
+"""Parts shared by several train steps; ``train_steps/standard.py`` has the same code in full."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def record_loss(task: Task, batch: Batch) -> None:
 
 
 def update_weights(task: Task, loss: Tensor) -> None:
-    """Run ``train_steps/standard.py`` from ``zero_grad`` on; do nothing in a test phase.
+    """Update the weights as ``train_steps/standard.py`` does; do nothing in a test phase.
 
-    This scales the loss, runs the backward pass, reduces gradients over ranks, unscales them and
-    steps the optimizer at ``task.where``. It calls the hook points ``on_backward`` and
+    This function scales the loss, runs the backward pass, reduces gradients over ranks, unscales
+    them and steps the optimizer at ``task.where``. It calls the hook points ``on_backward`` and
     ``on_update``, and ``task.advance``.
 
     Args:

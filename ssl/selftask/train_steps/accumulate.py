@@ -13,7 +13,7 @@ from selftask.task.update import apply_gradients, forward
 
 @register_train_step("accumulate")
 def accumulate_train_step(task: Task) -> None:
-    """Run forward and backward ``train.accumulate`` times, then reduce and step the optimizer once.
+    """Average the gradients of ``train.accumulate`` batches, then step the optimizer once.
 
     Ranks exchange gradients at the last batch only. The gradient is the mean over the batches of
     the step; the last step of an epoch may have fewer batches.

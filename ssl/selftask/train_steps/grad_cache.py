@@ -103,7 +103,7 @@ def _join(parts: Sequence[Any], sizes: list[int], position: int, task: Task) -> 
     """Concatenate one tensor of the outputs of all chunks, as a leaf of the loss's graph.
 
     Args:
-        parts: The tensor of each chunk, or a value that is no tensor.
+        parts: The tensor of each chunk, or values that are not tensors.
         sizes: Number of samples of each chunk.
         position: Index of the tensor in an output.
         task: The task.

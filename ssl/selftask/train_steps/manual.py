@@ -9,7 +9,7 @@ from selftask.task import Task
 
 @register_train_step("manual")
 def manual_train_step(task: Task) -> None:
-    """Forward, loss, backward, mean over ranks, optimizer step; float32 only."""
+    """Run forward, loss, backward, mean over ranks and optimizer step, in float32 only."""
     batch = task.last_batch = next(task.batches)
     batch.output = task.model(batch.input)
     task.run_hooks("on_forward")

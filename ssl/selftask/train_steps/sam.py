@@ -54,7 +54,7 @@ class SAM:
     def _climbed(self, task: Task) -> Iterator[None]:
         """Context in which eq. 2, ``rho * g / ||g||``, is added to the weights.
 
-        The scale of the loss cancels.
+        The scale of the loss (``train.grad_scaler``) cancels.
         """
         groups = task.optimizer.param_groups
         weights = [p for group in groups for p in group["params"] if p.grad is not None]

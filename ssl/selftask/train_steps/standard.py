@@ -29,7 +29,7 @@ def standard_train_step(task: Task) -> None:
 
     task.optimizer.zero_grad()
     task.grad_scaler.scale(batch.local_loss).backward()
-    task.reduce_gradients()  # before unscale_, which looks for infs on this rank only
+    task.reduce_gradients()  # before unscale_, which checks for overflow
     task.grad_scaler.unscale_(task.optimizer)
     task.run_hooks("on_backward")  # clipping, freezing: gradients are reduced and unscaled
 

@@ -1,1 +1,1 @@
-"""Evaluations of patch features: images and masks, patches, heads, metrics."""
+"""Parts of evaluations of patch features, such as segmentation: images, heads, metrics."""

@@ -1,4 +1,4 @@
-"""Ground truth: ``gnd_roxford5k.pkl`` and others of Oxford and Paris, and ``gnd_instre.mat``."""
+"""Read ground truth of Oxford and Paris (``gnd_roxford5k.pkl``, ...) and ``gnd_instre.mat``."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Truth:
 
 
 def read_truth(path: Path) -> Truth:
-    """Read a file without executing anything in it: only lists, numbers and arrays are read.
+    """Read a ground-truth file of Oxford or Paris, a pickle, without executing anything in it.
 
     The content, from Radenovic et al. (arXiv:1803.11285), is a dict with the names of images
-    ``imlist`` and of queries ``qimlist``, and ``gnd``, a list of dicts with ``easy``, ``hard``,
+    (``imlist``) and of queries (``qimlist``), and a list ``gnd`` of dicts with ``easy``, ``hard``,
     ``junk`` and ``bbx``. The original sets (Philbin et al., CVPR 2007 and 2008) have ``ok`` instead
     of ``easy`` and ``hard``.
 
     Raises:
-        UserError: If the file has another content.
+        UserError: If the file has another format.
     """
     with explained(f"truth={path}: is no pickle that can be read"):
         content, _ = read_tensors(path)
@@ -62,7 +62,7 @@ def read_instre(path: Path) -> tuple[list[str], list[str], list[np.ndarray]]:
     """Return the names of queries and images of ``gnd_instre.mat``, and positives of each query.
 
     Raises:
-        UserError: If scipy is not installed, or the file has another content.
+        UserError: If scipy is not installed, or the file has another format.
     """
     try:
         from scipy.io import loadmat

@@ -75,7 +75,8 @@ def evaluate_retrieval(
         tell: Called with a line about the benchmark.
 
     Raises:
-        UserError: If a query cannot be read, or the backbone has no map to pool.
+        UserError: If more images are unreadable than ``data`` allows, no query has an image to
+            find, or the backbone has no map to pool.
     """
     model = Descriptors(backbone.to(device), options, device)
 

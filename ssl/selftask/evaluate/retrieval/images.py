@@ -37,7 +37,7 @@ class SizedImages:
         source: The images.
         config: Config with ``eval.transforms``, of which only ``normalize`` is used, and
             ``data.on_error``.
-        side: Longest side in pixels; smaller images are unchanged.
+        side: Longest side in pixels; smaller images are not enlarged to it.
         multiple: Height and width are rounded to multiples of these.
     """
 
@@ -53,7 +53,7 @@ class SizedImages:
         """Yield the images (1, C, H, W), cropped to their boxes; None for unreadable ones.
 
         Raises:
-            UserError: If more images are unreadable than ``data.max_unreadable`` allows.
+            UserError: If unreadable images exceed what ``data`` allows.
         """
         for pixels in _ahead(self._read, queries):
             if isinstance(pixels, BadImage):
@@ -63,7 +63,7 @@ class SizedImages:
                 yield self._normalize(torch.from_numpy(pixels)[None])
 
     def _read(self, query: Query) -> np.ndarray | BadImage:
-        """Return pixels (H, W, C). A box is cropped at the scale of the whole image."""
+        """Return pixels (H, W, C) or a BadImage; a box is scaled by the factor of the image."""
         try:
             image, _ = read(self._source, query.image)
         except BadImage as error:

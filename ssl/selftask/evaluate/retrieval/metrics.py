@@ -54,10 +54,10 @@ def trapezoidal_average_precision(ranks: np.ndarray) -> float:
 
 
 def precision_at(ranks: np.ndarray, k: int) -> float:
-    """Return the share of positives among the best k, or up to the last positive if it is earlier.
+    """Return the share of positives among the best k images.
 
-    This is the rule of revisited Oxford and Paris (Radenovic et al., arXiv:1803.11285). A query
-    with fewer than k positives can thus have precision 1.
+    Images after the last positive do not count. A query with fewer than k positives can thus have
+    precision 1. This is the rule of revisited Oxford and Paris (arXiv:1803.11285).
     """
     depth = min(int(ranks[-1]) + 1, k)
     return float((ranks < depth).sum() / depth)

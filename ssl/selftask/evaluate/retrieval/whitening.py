@@ -31,7 +31,7 @@ class Whitening:
         are not amplified.
 
         Args:
-            parts: Descriptors, N in all: (n, E) each.
+            parts: Blocks (n, E) of descriptors, N in total.
             dimensions: Number D of directions with the largest variance; None for all, at most N -
                 1.
 

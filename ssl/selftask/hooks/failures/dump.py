@@ -1,7 +1,7 @@
 """Dump of one step for ``selftask replay``: state before the step, batch and random state.
 
-``failures/step_N/`` holds ``config.yaml``, the state as a checkpoint, ``rank_R.pt`` with the batch
-and the generators of each rank, and ``failure.json`` with the reason.
+``failures/step_N/`` contains ``config.yaml``, the state as a checkpoint, ``rank_R.pt`` with the
+batch and the generators of each rank, and ``failure.json`` with the reason.
 """
 
 from __future__ import annotations

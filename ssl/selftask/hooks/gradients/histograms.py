@@ -19,11 +19,11 @@ SAMPLES = 65_536  # maximum number of values in a parameter's histogram
 @register_hook("histograms")
 @dataclass(eq=False, kw_only=True)
 class Histograms(MediaHook):
-    """Sends histograms to writers, as ``weights/NAME`` and ``gradients/NAME``.
+    """Sends histograms of weights and gradients to writers as ``weights/NAME``, ``gradients/NAME``.
 
     Weights are taken before the step, gradients before clipping. A large parameter is represented
     by evenly spaced values, a sharded one by rank 0's shard. Needs a writer that takes histograms
-    (``tensorboard``, ``wandb``); without one it does nothing.
+    (``tensorboard``, ``wandb``).
     """
 
     priority: ClassVar[int] = 15  # before clip_gradients

@@ -32,16 +32,16 @@ class InjectedFault(Exception):
 @register_hook("fault_injection")
 @dataclass(eq=False, kw_only=True)
 class Fault(Hook):
-    """``hooks.fault_injection={at: 5, rank: 1, kind: kill}``: in step 5 that rank is killed.
+    """Injects a fault: ``{at: 5, rank: 1, kind: kill}`` kills the process of rank 1 in step 5.
 
-    ``nan_input``, ``nan_output`` and ``nan_gradient`` put NaN into the images of a step, the output
-    of the network or a gradient, on that rank. All other kinds do nothing in a resumed run.
+    ``nan_input``, ``nan_output`` and ``nan_gradient`` put NaN into an image, the output of the
+    network or a gradient. All other kinds do nothing in a resumed run.
     """
 
     priority: ClassVar[int] = 5
 
     at: int
-    """Step of the fault, after its forward pass; the first step is 1."""
+    """Step of the fault, after its forward pass (nan_input: before it); the first step is 1."""
     rank: int = setting(0, min=0)
     """Rank on which the fault happens."""
     kind: Literal[

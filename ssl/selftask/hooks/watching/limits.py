@@ -1,4 +1,7 @@
-"""Limits to detect runs that do not learn, for the hook ``health`` and reports; without torch."""
+"""Limits of the hook ``health`` and of reports, to detect runs that do not learn.
+
+The module does not import torch, so that reports start fast.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ MIN_RANK = 1.2  # effective_rank below this is a collapse too
 
 
 def stays_at_chance(first: float, lowest: float) -> bool:
-    """Return True if a loss has not fallen below its first value, or chance if that is larger.
+    """Return True if a loss has not fallen below its first value or chance, whichever is larger.
 
     Args:
         first: The first ``chance_ratio`` of the run.

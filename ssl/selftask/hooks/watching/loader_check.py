@@ -13,7 +13,7 @@ from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
-FIRST, LAST = 11, 20  # timed steps; before them the device chooses algorithms and takes memory
+FIRST, LAST = 11, 20  # timed steps; before them the device selects algorithms
 QUEUED = 5  # steps after which the last timed one has ended, so that the host does not wait
 
 
@@ -71,7 +71,7 @@ class LoaderCheck(Hook):
 
 
 def advice(task: Task) -> str:
-    """Return how to make the batches of a run faster."""
+    """Return advice for faster loading of the batches of a run."""
     machine, data = Cores(cores(), task.world.local_size), task.config.data
     recipe = task.config.out_folder / "config.yaml"  # recipe with all values set
     is_idle = is_accelerator(task.device) and data.augment_on == "cpu"

@@ -1,1 +1,1 @@
-"""Writers: hooks that also write the rows of a run elsewhere."""
+"""Writers: hooks that send the rows of ``metrics.jsonl`` to other files and services."""

@@ -7,8 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-LIMIT = 32  # maximum number of pending calls; ``add`` waits if there are more
-PATIENCE_S = 10.0  # maximum time without a finished call before a wait is given up
+LIMIT = 32  # maximum number of pending calls, at which ``add`` waits
+PATIENCE_S = 10.0  # ``wait`` gives up if no call finishes in this time
 
 
 class Background:

@@ -17,7 +17,7 @@ from selftask.registry import register_hook
 class TensorBoard(Writer):
     """Writes rows, images and histograms to ``OUT/tensorboard`` for ``tensorboard --logdir``.
 
-    After a resume, TensorBoard drops the steps after the checkpoint that were written before.
+    After a resume, TensorBoard ignores older points of the steps after the checkpoint.
     """
 
     package: ClassVar[str] = "tensorboard"

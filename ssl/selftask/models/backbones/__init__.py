@@ -13,8 +13,8 @@ Without it, a tiny recipe keeps the backbone. A class attribute ``library`` name
 
 A backbone of patches has fields ``img_size`` and ``patch_size``, and ``dynamic_img_size`` if its
 grid can change. A backbone that keeps these values in another field names that field in
-``sizes_in``. It has a method ``grid`` that returns the values, and a property ``size_argument``,
-the key of the image size.
+``sizes_in``. It also has a method ``grid`` that returns the values, and a property
+``size_argument``, the key of the image size.
 
 A backbone maps images (B, C, H, W) to features (B, E) and uses the parameter names of its library.
 ``models/build.py`` builds it and checks its ``embed_dim``.

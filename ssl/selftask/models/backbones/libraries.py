@@ -72,7 +72,7 @@ class Timm:
         return "img_size" if self.model.startswith(_SIZED) else None
 
     def build(self, channels: int = 3) -> nn.Module:
-        """Build the model with its own parameter names and random weights.
+        """Build the model with timm's parameter names and random weights.
 
         Raises UserError for an unknown name and for arguments that the model does not take.
         """
@@ -128,9 +128,9 @@ class Torchvision:
         return "image_size" if self.model.startswith("vit_") else None
 
     def build(self, channels: int = 3) -> nn.Module:
-        """Build the model with its own parameter names and random weights.
+        """Build the model with torchvision's parameter names and random weights.
 
-        Unless there are three channels, the first convolution is replaced. Raises UserError for an
+        Unless there are three channels, the first convolution is adapted. Raises UserError for an
         unknown name and for arguments that the model does not take.
         """
         import torchvision
@@ -223,7 +223,7 @@ def _without_classes(classifier: nn.Module) -> nn.Module:
 
 
 def _widen(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution by one for ``channels``, with weights of matching variance."""
+    """Adapt the first convolution to ``channels``, with random weights of matching variance."""
     import torch
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""torchvision's ResNets with their own parameter names, without the classifier.
+"""torchvision's ResNets with torchvision's parameter names, without the classifier.
 
 ``stem="cifar"`` is the stem for images of 32 pixels in SimCLR's appendix B.9: a 3 x 3 convolution
 of stride 1 instead of the 7 x 7 one of stride 2, and no max-pooling.
@@ -35,7 +35,7 @@ class _ResNet(WithNorm):
         return {"name": "small_resnet", "width": 8}
 
     def in_timm(self) -> tuple[str, dict[str, Any]]:
-        """Return name and arguments of timm's model; its stem is that for 224 pixels."""
+        """Return the name and arguments of timm's model, which has the ``imagenet`` stem."""
         return self.architecture, {}
 
     def build(self, channels: int = 3) -> nn.Module:

@@ -39,7 +39,7 @@ class _ViT:
     drop_path: float = setting(0.0, min=0, below=1)
     """Rate of stochastic depth in the last block; it increases linearly from 0 in the first."""
     drop_path_uniform: bool = False
-    """Whether all blocks have this rate instead, as in DINOv2."""
+    """Whether all blocks have the rate ``drop_path``, as in DINOv2."""
     dynamic_img_size: bool = False
     """Whether the exported model also accepts other image sizes."""
     positions: Literal["learned", "rope", "rope_capi", "rope_eva"] = "learned"
@@ -49,15 +49,17 @@ class _ViT:
     rope_shift: float = setting(0.0, min=0)
     """Coordinates, from -1 to 1, are shifted by up to this number in training."""
     rope_jitter: float = setting(1.0, min=1)
-    """Each axis is scaled by a factor of up to this number, or its inverse, in training."""
+    """In training, each axis is scaled by a random factor from 1 / this number to this number."""
     rope_rescale: float = setting(1.0, min=1)
-    """Both axes are scaled by one such factor in training; DINOv3: 2."""
+    """In training, both axes are scaled by one random factor from 1 / this number to this number;
+    DINOv3: 2.
+    """
     registers: int = setting(0, min=0)
     """Number of register tokens; DINOv3: 4, CAPI: 16."""
     layer_scale: float | None = setting(None, above=0)
     """Initial factor of each residual branch (LayerScale), such as 1e-5; null: no factors."""
     swiglu: bool = False
-    """Whether blocks have a SwiGLU of as many parameters instead of an MLP."""
+    """Whether blocks have a SwiGLU instead of an MLP, with about as many parameters."""
 
     def problems(self, config: dict[str, Any]) -> Any:
         if self.img_size % self.patch_size:
@@ -120,7 +122,7 @@ class _ViT:
         return model
 
     def in_timm(self) -> tuple[str, dict[str, Any]]:
-        """Return name and arguments of timm's model; raises UserError if it has none."""
+        """Return the name and arguments of timm's model; raise UserError if timm has none."""
         option = {
             "learned": "swiglu: true" if self.swiglu else None,
             "rope": "positions: rope without layer_scale" if self.layer_scale is None else None,
@@ -173,7 +175,7 @@ class _ViT:
         }
 
     def _rotary(self, sizes: dict[str, Any]) -> nn.Module:
-        """Build timm's Eva from the result of ``_sizes`` and the arguments that only it has."""
+        """Build timm's Eva; ``sizes`` are the arguments that VisionTransformer also has."""
         from timm.models import Eva
         from torch import nn
 
@@ -197,7 +199,7 @@ class _ViT:
 @register_backbone("vit_micro")
 @dataclass(frozen=True, kw_only=True)
 class ViTMicro(_ViT):
-    """For 32 x 32 pixels and two CPU cores: 4 blocks of width 96, 3 heads, 0.5 M parameters."""
+    """ViT for 32 x 32 pixels on a CPU: 4 blocks of width 96, 3 heads, 0.5 M parameters."""
 
     embed_dim, num_heads = 96, 3
 

@@ -22,7 +22,7 @@ from selftask.registry import register_head_block
 
 
 class HeadBlock(ABC):
-    """Base class of blocks."""
+    """Base class of head blocks."""
 
     takes_tokens: ClassVar[bool] = False
     """True if the module takes ``Features`` with patch tokens instead of features (N, E). Such a

@@ -23,7 +23,7 @@ class Classifier(nn.Module):
     """``head(backbone(images))``; a frozen backbone stays in eval mode.
 
     Args:
-        backbone: Images (N, C, H, W) -> features (N, E).
+        backbone: Images (N, channels, H, W) -> features (N, E).
         num_classes: Number of classes, C.
         frozen: Whether the backbone stays in eval mode. Its parameters are not frozen here, but by
             a group rule of the method.
@@ -45,7 +45,7 @@ class Classifier(nn.Module):
     def forward(self, images: Tensor | list[Tensor]) -> Any:
         """Return the scores (N, C) of images, or a dict of scores by head name.
 
-        For a list of V views the head gets features (V, N, E), see ``concat_views``.
+        For a list of V views, the head takes features (V, N, E), see ``concat_views``.
         """
         if isinstance(images, list):
             features = forward_by_size(self.backbone, images)  # (V * N, E)
@@ -103,7 +103,7 @@ def build_chain(
         key: Key of the list in the config, for messages.
 
     Raises:
-        UserError: If the blocks do not match each other.
+        UserError: If a block that must be first is not, or the last does not have C outputs.
     """
     modules: list[nn.Module] = []
     has_tokens = False

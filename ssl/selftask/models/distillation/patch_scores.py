@@ -1,6 +1,6 @@
 """A network with two heads, one for whole images and one for their patches, as in iBOT.
 
-V views, the first P of which have their patches scored; B images; M patches of these P * B images;
+V views, of which the first P have scores of patches; B images; M patches of these P * B views;
 E features of the backbone; K outputs of a head.
 """
 

@@ -13,7 +13,7 @@ from selftask.models.precision import in_full_precision
 
 
 class VectorQuantizer(nn.Module):
-    """A codebook of unit vectors, each of which follows the vectors assigned to it.
+    """A codebook of unit vectors, each a moving average of the vectors assigned to it.
 
     Args:
         num_codes: Number of codes, K.

@@ -23,7 +23,7 @@ class AveragedViews(nn.Module):
         scales: Sizes of the views, relative to the size of the images.
 
     Raises:
-        UserError: If the backbone accepts one image size only, and there are other scales.
+        UserError: If the backbone accepts one image size only, and a scale is not 1.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AveragedViews(nn.Module):
 
 
 def multiple_of(backbone: nn.Module) -> tuple[int, int]:
-    """Return the pixels of which the height and width of images must be multiples."""
+    """Return numbers of pixels that must divide the height and the width of images."""
     if not interpolates(backbone):
         return 1, 1
     rows, columns = adapter_of(backbone).patch_size

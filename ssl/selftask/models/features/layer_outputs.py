@@ -17,9 +17,10 @@ from selftask.models.features.extract import adapter_of
 
 
 class LayerOutputs:
-    """Recorder of the mean patch of hidden layers in the backbone's first pass after ``take``.
+    """Recorder of the outputs of hidden layers, averaged over patches.
 
-    Outputs are read by forward hooks and detached, so that the pass itself does not change.
+    The backbone's first forward pass after ``start`` or ``take`` is recorded. Outputs are read by
+    forward hooks and detached, so that the pass itself does not change.
 
     Args:
         backbone: The backbone.

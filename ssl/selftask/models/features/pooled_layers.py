@@ -29,7 +29,8 @@ class PooledLayers(nn.Module):
         widths: Number of features of each layer; known after the first forward pass.
 
     Raises:
-        UserError: If the backbone has no such layer, or no prefix tokens to pool.
+        UserError: If the backbone has no such layer; in ``forward``, if it has no prefix tokens to
+            pool.
     """
 
     def __init__(self, backbone: nn.Module, layers: Sequence[int], pool: Pool = "mean") -> None:

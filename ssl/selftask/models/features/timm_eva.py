@@ -1,4 +1,4 @@
-"""timm's Eva: transformers with rotary positions, such as EVA-02, DINOv3 and selftask's own."""
+"""timm's Eva: transformers with rotary positions, such as EVA-02, DINOv3 and CAPI."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class TimmEva(TimmViT):
         """Return sines and cosines of all patches, for any grid; (N, 2 * D) in most models."""
         is_cached = getattr(rope, "feat_shape", None) is not None
         if is_cached and grid != self.built_grid and hasattr(rope, "_build_embed_cat"):
-            embedding: Tensor = rope._build_embed_cat(list(grid), rope.bands)  # others ignore grid
+            # get_embed ignores the grid if it has a cached one
+            embedding: Tensor = rope._build_embed_cat(list(grid), rope.bands)
         else:
             embedding = rope.get_embed(None if is_cached and grid == self.built_grid else grid)
         return embedding

@@ -80,16 +80,16 @@ class TorchvisionStages(Adapter):
         self.model = model
         self.stages = _stages(model)
         self.num_layers = len(self.stages)
-        self.is_swin = self.channels_last = hasattr(model, "permute")  # until ``permute``
+        self.is_swin = self.channels_last = hasattr(model, "permute")  # NHWC until ``permute``
         offers = {"dense", "hidden"}
         if self.is_swin:
             offers.add("tokens")
             embed = model.features[0][0]
             self.patch_size, self.mask_dim = embed.kernel_size, embed.out_channels
-            self.stride = embed.kernel_size[0] * 2 ** (self.num_layers // 2 - 1)  # merged between
+            self.stride = embed.kernel_size[0] * 2 ** (self.num_layers // 2 - 1)  # patch merging
         elif hasattr(model, "layer4"):
             offers.add("sparse")
-            pooling = getattr(model.maxpool, "stride", 1)  # none in the stem for small images
+            pooling = getattr(model.maxpool, "stride", 1)  # the cifar stem has none
             self.stride = model.conv1.stride[0] * pooling * 8
             self.patch_size = (self.stride, self.stride)
         self.offers = frozenset(offers)

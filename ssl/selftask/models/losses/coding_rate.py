@@ -17,7 +17,7 @@ from selftask.models.precision import in_full_precision
 def coding_rate(features: Tensor, *, epsilon: float) -> Tensor:
     """Return 1/2 ln det(I + D / (N * epsilon) * Z^T Z), equal on all ranks.
 
-    If N < D, it is computed from the smaller matrix Z Z^T (N, N), whose determinant is equal.
+    If N < D, the smaller matrix Z Z^T (N, N) replaces Z^T Z; the determinant is the same.
 
     Args:
         features: Rows of Z on this rank, (..., B, D); N is the number of images of all ranks.

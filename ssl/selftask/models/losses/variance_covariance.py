@@ -30,7 +30,7 @@ def variance_covariance(features: Tensor) -> tuple[Tensor, Tensor]:
             ranks, separately for each leading index; terms are means over the leading indices.
 
     Returns:
-        The mean hinge of 1 on the standard deviation of each feature (equation 1), and the sum of
+        The mean over features of max(0, 1 - standard deviation) (equation 1), and the sum of
         squared covariances between different features, divided by D (equation 4).
     """
     variance, covariance = variances_covariances(features)
@@ -43,8 +43,8 @@ def variances_covariances(features: Tensor, every: Tensor | None = None) -> tupl
 
     Args:
         features: (..., B, D) for B images of this rank.
-        every: Features of the images of all ranks, (..., B * W, D). If None, they are gathered if
-            this takes less traffic than an all-reduce of covariances.
+        every: Features of the images of all ranks, (..., B * W, D), if known. If None, they are
+            gathered, but only if this takes less traffic than an all-reduce of covariances.
     """
     if has_few_images(features):
         every = rows_of_all_ranks(features) if every is None else every.detach()
@@ -55,7 +55,7 @@ def variances_covariances(features: Tensor, every: Tensor | None = None) -> tupl
     return hinge, others / features.shape[-1]
 
 
-# The mean of the images has no gradient: centered features sum to zero, and so does what they add.
+# The mean of the images may be detached: its gradient is 0, since centered features sum to 0.
 
 
 def _from_images(features: Tensor, every: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        for first in args[:2]:  # of a method of a module, the second: `self` is the first
+        for first in args[:2]:  # the second if the function is a method
             if isinstance(first, Tensor):
                 if not _any_autocast() and first.dtype not in _HALF:
                     return function(*args, **kwargs)  # fast path of every float32 step

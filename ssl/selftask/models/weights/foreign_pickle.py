@@ -32,11 +32,11 @@ from selftask.checkpoint.restricted_pickle import (
 )
 
 _NUMBERS = re.compile(r"[<>|=]?(\?|b1|[iu][1248]|f[248])")
-"""Codes of dtypes. NumPy's dtype accepts flags from a pickle that turn bytes into pointers."""
+"""Numeric dtypes. NumPy's dtype accepts flags from a pickle that turn bytes into pointers."""
 
 
 class _Dtype:
-    """A NumPy dtype, or None if it is not numeric."""
+    """Wrapper whose ``dtype`` is a NumPy dtype, or None if it is not numeric."""
 
     def __init__(self, code: str) -> None:
         self.dtype = np.dtype(code) if _NUMBERS.fullmatch(code) else None
@@ -98,7 +98,7 @@ def _array_of_buffer(content: Any, kind: Any, shape: Any, order: Any, axes: Any 
         raise _refuse("has an array of another order")
     native = np.frombuffer(content, dtype).astype(
         dtype.newbyteorder("=")
-    )  # writable, as torch asks
+    )  # writable, as torch requires
     return native.reshape(shape, order=order)
 
 

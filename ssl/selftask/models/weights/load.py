@@ -36,14 +36,14 @@ _HEADS = (
     "mask_token",
     "queue",
 )
-"""Parts beyond a backbone that a file may contain."""
+"""Prefixes of tensors in a file that are not part of a backbone."""
 
 _COUNTER = "num_batches_tracked"
 """A BatchNorm counter; missing in files from before 2018, some recent ones and frozen layers."""
 
 
 def load_part(module: nn.Module, checkpoint: Mapping[str, Any], path: str) -> None:
-    """Load the weights of one module from a checkpoint, unless it is on the meta device.
+    """Load a module's weights from a checkpoint, unless the module is on the meta device.
 
     Args:
         module: Module to load into; all names and shapes must match.
@@ -56,7 +56,7 @@ def load_part(module: nn.Module, checkpoint: Mapping[str, Any], path: str) -> No
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Return True if a module is on the meta device: in a plan, or if another rank loads it."""
+    """Return True if a module is on the meta device, as in a plan or if another rank loads it."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
@@ -69,7 +69,7 @@ def with_prefix(state: State, prefix: str, what: str) -> dict[str, Tensor]:
         what: Beginning of the error message, such as a config key.
 
     Raises:
-        UserError: If there are no such tensors; the message has the nearest prefix.
+        UserError: If there are no such tensors; the message names the nearest prefix.
     """
     matches = {key.removeprefix(prefix): v for key, v in state.items() if key.startswith(prefix)}
     if not matches:
@@ -135,8 +135,8 @@ def load_weights(
             there is none.
 
     Raises:
-        UserError: If too few tensors match, with missing and unexpected keys, differing shapes and
-            nearest names; or if several networks match. The module is then unchanged.
+        UserError: If too few tensors match, or if several networks match. The module is then
+            unchanged. The message lists missing and unexpected keys, and different shapes.
     """
     match = _match(module, state, what, _skipped(module, skip, what))
     share = len(match.found) / max(1, match.num_wanted)
@@ -195,7 +195,7 @@ class _Match:
 
 
 def _skipped(module: nn.Module, patterns: Sequence[str], what: str) -> set[str]:
-    """Return the names of tensors that match a pattern; raise UserError if one matches none."""
+    """Return names of tensors that match a pattern; raise UserError if a pattern has no match."""
     names = list(module.state_dict())
     skipped: set[str] = set()
     for pattern in patterns:

@@ -25,9 +25,9 @@ _WEIGHTS: dict[type[nn.Module], str] = {
 
 
 class LowRank(nn.Module):
-    """Weight W -> W + alpha / rank * B A.
+    """LoRA's parametrization of a weight: W -> W + alpha / rank * B A.
 
-    It is a parametrization of torch, not a layer, because some networks use the weight of a layer
+    It is registered with torch's ``parametrize``, since some networks use the weight of a layer
     without calling the layer. B is 0 at first, so that the network does not change.
 
     Args:
@@ -68,7 +68,7 @@ def adapt(backbone: nn.Module, config: LoRAConfig | None) -> None:
         config: The section ``backbone.lora``; None: do nothing.
 
     Raises:
-        UserError: If a pattern matches nothing, or if nothing would be trained.
+        UserError: If a pattern matches nothing, or if nothing can be adapted or trained.
     """
     if config is None:
         return
@@ -145,7 +145,7 @@ def _lists(layer: Any) -> Iterable[Any]:
 
 
 def _merge(layer: Any) -> None:
-    """Merge the adapter of a layer; torch's function would change the class of its copies, too."""
+    """Merge the adapter of a layer; torch's function would also change the class of its copies."""
     merged_weights = {
         name: nn.Parameter(getattr(layer, name), weights.original.requires_grad)
         for name, weights in layer.parametrizations.items()

@@ -1,4 +1,4 @@
-"""Read weights from many kinds of files as one flat dict of tensors, or report what a file is."""
+"""Read weights from many kinds of files as one flat dict of tensors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def of_networks(checkpoint: Mapping[str, Any], name: str) -> bool:
 def read_backbone(path: Path) -> dict[str, Any]:
     """Return the state of a checkpoint, reading only the tensors of the backbone.
 
-    Raises UserError if it is damaged.
+    Raises UserError if the checkpoint is damaged.
     """
     read = partial(store.load, wanted=of_backbone)
     with explained(f"{path}: is damaged", DamagedCheckpoint, OSError):

@@ -25,7 +25,7 @@ class ScheduleFree(PerGroup):
     """Base class of schedule-free optimizers, algorithm 1 of the paper::
 
         z <- z - rate * d - rate * weight_decay * y
-        c = rate^2 / (sum of rate^2 over all steps)
+        c = rate^2 / (sum of rate^2 over the steps so far)
         x <- (1 - c) * x + c * z
         y <- (1 - interpolation) * z + interpolation * x
 

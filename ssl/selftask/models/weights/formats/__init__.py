@@ -1,1 +1,1 @@
-"""Formats of exports besides plain tensors: ONNX, torch.export, Hugging Face, other libraries."""
+"""Export formats other than plain tensors: ONNX, torch.export, Hugging Face, other libraries."""
