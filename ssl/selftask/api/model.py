@@ -42,7 +42,7 @@ class Model(nn.Module):
         return int(self.facts["embed_dim"])
 
     def transform(self, image: Any) -> Tensor:
-        """Return the network's input (C, H, W) of one image, as in the run's evaluations.
+        """Return the network's input (C, H, W) for one image, using the evaluation transforms.
 
         Args:
             image: A file, Pillow image, array (H, W, C) or tensor. Random transforms use the same
@@ -94,9 +94,9 @@ def load(
             ``state_dict.encoder_k.``.
 
     Raises:
-        UserError: If something is missing or does not match.
+        UserError: If the model is missing, or its weights do not match its architecture.
     """
-    # The caller's random numbers stay the same, unless the weights are random.
+    # Keep the random state of the caller, unless the weights are random.
     with torch.random.fork_rng(devices=(), enabled=weights != "none"):
         opened = open_model(
             str(model), weights=weights, trust=trust, image_size=image_size, prefix=prefix

@@ -109,10 +109,11 @@ def _registry(key: Key) -> Registry | None:
 
 
 def _address(prefix: str, value: Any) -> str:
-    """Make an object importable; return ``package.module:name``, the same in every session.
+    """Make an object importable under the returned address, ``package.module:name``.
 
-    A later object of the same class and ``prefix`` replaces it. Importing a ``nn.Module`` gives a
-    copy, which may get other weights; the module that a task trains is passed to it directly.
+    The address is the same in every session. A later object of the same class and ``prefix``
+    replaces this one. An ``nn.Module`` is imported as a copy, which may get other weights; the
+    module that a task trains is passed to the task directly.
     """
     name = f"{prefix}_{type(value).__name__}"
     globals()[name] = lambda: deepcopy(value) if isinstance(value, nn.Module) else value
@@ -120,7 +121,7 @@ def _address(prefix: str, value: Any) -> str:
 
 
 def _name(registry: Registry, value: Any) -> str:
-    """Return the registered name of a class or function; register it by its own if it has none."""
+    """Return the registered name of a class or function; register it by ``__name__`` if needed."""
     name = _known_name(registry, value) or str(value.__name__)
     if registry.imported(name) is not value:
         registry.register(name)(value)

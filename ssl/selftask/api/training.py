@@ -24,7 +24,7 @@ from selftask.registry import TASKS
 from selftask.run.local_ranks import starts_ranks
 from selftask.task import Task
 
-_BASE = "base/python.yaml"  # used if a method has no recipe
+_BASE = "base/python.yaml"  # recipe for method objects and classes, and for `batches`
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def train(
     hooks: Iterable[Any] | Mapping[str, Any] = (),
     **settings: Any,
 ) -> Run:
-    """Train in this process, with folder, log and resume as in ``selftask train``.
+    """Train in this process; run folder, log and resuming are as in ``selftask train``.
 
     ::
 
@@ -100,10 +100,11 @@ def create_task(
 
     Args:
         recipe: As for ``train``. With ``batches`` it must be a method, and no recipe is read.
-        batches: Batches of an epoch instead of ``data``, such as a DataLoader. Each is a tensor, a
-            list of views, (views, labels) or a ``Batch``; views are float (B, C, H, W). The object
-            needs a length and is iterated in each epoch. ``set_epoch(epoch)`` and ``seek(start)``
-            of the object, its ``batch_sampler`` or ``sampler`` are called if they exist.
+        batches: An iterable over the batches of an epoch, such as a DataLoader, instead of
+            ``data``. Each batch is a tensor, a list of views, (views, labels) or a ``Batch``; views
+            are float (B, C, H, W). The iterable needs a length and is iterated in each epoch. Its
+            ``set_epoch(epoch)`` and ``seek(start)``, and those of its ``batch_sampler`` or
+            ``sampler``, are called if they exist.
         hooks: As for ``train``.
         **settings: As for ``train``: ``data``, ``backbone``, ``out``, ``optimizer``, ...
 

@@ -1,4 +1,4 @@
-"""``selftask bench``: measure the speed of parts of a run on this machine, and give advice."""
+"""``selftask bench``: measure the speed of data loading on this machine, and give advice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BENCHMARKS = ("data",)
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print the results and return the exit code."""
+    """Measure the speed of data loading; print the results and advice."""
     words, options = take_options(argv, OPTIONS)
     named = words[0] if words else ""
     check_known(named, BENCHMARKS, f"there is no benchmark {named!r}")

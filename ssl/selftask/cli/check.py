@@ -36,7 +36,7 @@ OPTIONS = {"--ranks": str, "--steps": int, "--all": bool}
 
 
 def main(argv: list[str]) -> int:
-    """Check one method or all; return 1 if one depends on the number of ranks."""
+    """Check one method or all; return 1 if a check fails."""
     words, options = take_options(argv, OPTIONS)
     ranks, steps = _ranks(options.get("--ranks", "1,2,4")), options.get("--steps", 3)
     if steps == 0:
@@ -132,7 +132,7 @@ def _heading(small: Config, steps: int) -> str:
 
 
 def _table(report: Report) -> str:
-    """Format the rows of a report under their headings."""
+    """Format the rows of a report as a table."""
     cells = [("quantity", "ranks", "difference", "", "where it is largest")]
     for row in report.rows:
         verdict = "ok" if row.ok else "DIFFERENT"

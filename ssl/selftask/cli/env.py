@@ -31,7 +31,7 @@ REQUIRED = (
 
 
 def main(argv: list[str]) -> int:
-    """Print the report."""
+    """Print versions, devices and supported features; test collectives if requested."""
     words, options = take_options(argv, {"--collectives": bool})
     if words:
         raise UserError(f"env takes no arguments, got {' '.join(words)!r}\n{USAGE}")

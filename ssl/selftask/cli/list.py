@@ -22,7 +22,7 @@ KIND is one of: {", ".join(KINDS)}
 import=[MODULE] also lists what your own modules in the current folder register.
 Names of Classy Vision's hooks, meters, optimizers and schedules work too, written classy:NAME."""
 
-Row = tuple[str, str, str]  # name, summary, place
+Row = tuple[str, str, str]  # name, summary, location
 
 
 def main(argv: list[str]) -> int:

@@ -63,7 +63,7 @@ GROUPS = {
 }  # sections of `selftask --help`; names that are not commands are left out
 
 ALONE = ("test", "export", "report", "replay", "check", "bench", "submit")
-"""Commands that do or write something and cannot share it among ranks."""
+"""Commands that run in one process, since ranks cannot share their work."""
 
 WITHOUT_DEFAULT = ("adapt", "bench", "check", "export", "features", "finetune")
 """Commands that print their usage if they are called without arguments."""
@@ -126,7 +126,7 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
             raise
         _print_error(message)
         return UserError.exit_code
-    except KeyboardInterrupt:  # Ctrl-C before a run has begun, which would report it itself
+    except KeyboardInterrupt:  # Ctrl-C outside of a run; a run reports it itself
         return _interrupted()
 
 
@@ -150,7 +150,7 @@ def _interrupted() -> int:
 def _open_missing_streams() -> None:
     """Open /dev/null in place of closed standard streams.
 
-    Otherwise the next file that is opened gets their file descriptor, and all printed text.
+    Otherwise the next opened file gets the descriptor of a closed stream, and its output.
     """
     if None not in (sys.stdin, sys.stdout, sys.stderr):
         return

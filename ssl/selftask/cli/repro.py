@@ -1,4 +1,4 @@
-"""``selftask repro``: compare the present environment with that of a run."""
+"""``selftask repro``: compare the current environment with that of a run."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ CLASSY_KINDS = {"hook": "hooks", "meter": "meters", "optimizer": "optim", "sched
 def classy_has(kind: str, name: str) -> bool:
     """Return whether Classy Vision has a component of this kind and name.
 
-    It is searched only for ``classy:NAME``, or if a user's module has already imported the
-    subpackage of this kind, so that a misspelled name does not import Classy Vision.
+    Classy Vision is searched only for ``classy:NAME``, or if a user's module has already imported
+    the subpackage of this kind, so that a misspelled name does not import Classy Vision.
     """
     loaded = kind in CLASSY_KINDS and f"classy_vision.{CLASSY_KINDS[kind]}" in sys.modules
     if not loaded and not name.startswith("classy:"):

@@ -1,4 +1,4 @@
-"""Keys of a config, and which of them hold paths, components and lists of transforms."""
+"""Keys of a config, classified by their values: paths, components, lists of transforms."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dotted(key: Key) -> str:
 
 
 def is_pipeline(path: Key) -> bool:
-    """Return whether a key holds a list of transforms (``views.NAME.``, ``eval.transforms``)."""
+    """Return whether a key is ``views.NAME.transforms`` or ``eval.transforms``."""
     return path == ("eval", "transforms") or (
         len(path) == 3 and path[0] == "views" and path[2] == "transforms"
     )
@@ -47,10 +47,10 @@ def is_path(key: Key) -> bool:
 
 
 def is_source(key: Key) -> bool:
-    """Return whether a key holds a source of images: ``data``, ``data.val`` or a named set."""
+    """Return whether a key names a source: ``data``, ``data.val`` or ``data.val_sets.NAME``."""
     return key in SOURCES or key[:-1] == ("data", "val_sets")
 
 
 def default_name(path: Key) -> str | None:
-    """Return the default ``name`` of an entry of ``NAMED_ENTRIES``, which is its key, else None."""
+    """Return the default ``name`` of an entry of ``NAMED_ENTRIES``, else None."""
     return path[-1] if path[:-1] in NAMED_ENTRIES else None

@@ -1,4 +1,4 @@
-"""Names of the models of timm and torchvision, without importing these or torch."""
+"""Names of the models of timm and torchvision, without importing them or torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _imported_names(library: str) -> set[str]:
 
 @cache
 def _read_names(library: str) -> set[str]:
-    """Return the names from the library's source, in 0.05 s."""
+    """Return the model names found in the library's source, without importing it."""
     spec = importlib.util.find_spec(library)
     origin = spec.origin if spec is not None else None
     names: set[str] = set()

@@ -60,7 +60,7 @@ class KeyEntry:
 
     @property
     def unit(self) -> str:
-        """Unit that the description names (``... in seconds``); empty if it names none."""
+        """Unit of the value, from its type or description (``... in seconds``); may be empty."""
         if "duration" in self.type:
             return "steps, epochs or %"
         match = re.search(rf"\bin (?:optimizer )?({_UNITS})\b", self.text)
@@ -178,7 +178,7 @@ def _type(field: dataclasses.Field[Any], kind: Any) -> str:
 def _sections(kind: Any, key: str) -> Iterator[tuple[type, str]]:
     """Yield the config classes in the type of a field, each with the prefix of its keys."""
     if _is_section(kind) or (isinstance(kind, type) and issubclass(kind, Component)):
-        yield kind, key  # of a component, the fields that all of its kind have
+        yield kind, key  # for a component, the fields that all components of its kind have
         return
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     names = {dict: f"{key}.NAME", list: f"{key}[]"}

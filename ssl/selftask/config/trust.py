@@ -99,7 +99,7 @@ def _addresses_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_typed(key: Key, address: str, typed: Sequence[str]) -> bool:
-    """Return whether the command line contains the address; modules only count in ``import=``."""
+    """Return whether the command line contains the address; modules count only in ``import=``."""
     pattern = re.compile(rf"(?<![\w.]){re.escape(address)}(?![\w.])")
     if key == ("import",):
         typed = [word for word in typed if word.lstrip("+").startswith("import=")]

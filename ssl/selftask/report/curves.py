@@ -23,7 +23,7 @@ _WITH_CHARTS = """
     memory_mb device_memory_mb device_reserved_mb device_memory_now_mb device_reserved_now_mb
     eta_s eta_recent_s eval_s eval_images_per_s
     chance_loss chance_ratio emb_std mean_cosine effective_rank target_entropy
-"""  # or without any need for one
+"""  # columns that have their own chart or need none
 _KNOWN = frozenset(_WITH_CHARTS.split())
 
 CHARTS = {
@@ -43,7 +43,7 @@ CHARTS = {
     "images_per_s": Chart("Images per second", from_zero=True),
     "data_wait": Chart("Waiting for data", format="percent", from_zero=True),
     "step_s": Chart("Time per step", format="seconds", from_zero=True),
-}  # by their first column, without curves; also of comparisons
+}  # column -> chart without curves; also used by comparisons
 
 
 def curves_section(record: RunRecord) -> Section:
@@ -153,7 +153,7 @@ def _curves(record: RunRecord, labels: Mapping[str, str], factor: float = 1) -> 
 
 
 def _filled(chart: Chart, record: RunRecord, names: Sequence[str]) -> Chart:
-    """Return a chart with the curves of these columns."""
+    """Return a chart with the curves of these columns, at most ``MAX_CURVES``."""
     curves = _curves(record, {name: name for name in names[:MAX_CURVES]})
     note = chart.note
     if len(names) > MAX_CURVES:
@@ -162,7 +162,7 @@ def _filled(chart: Chart, record: RunRecord, names: Sequence[str]) -> Chart:
 
 
 def _rates(record: RunRecord) -> list[str]:
-    """Return the columns of learning rates: one of each parameter group, or that of all."""
+    """Return the columns of learning rates: one for each parameter group, or else ``lr``."""
     return [column for column in record.columns if column.startswith("lr/")] or ["lr"]
 
 

@@ -51,7 +51,7 @@ def state_badge(state: str, note: str = "", *, has_symbol: bool = False) -> str:
 
 
 def facts_section(record: RunRecord) -> Section:
-    """Return the facts about a run: recipe, data, length, hardware, time, versions, code."""
+    """Return the facts section: recipe, data, length, hardware, time, versions, code."""
     items = [
         *_what(record),
         *_where(record),

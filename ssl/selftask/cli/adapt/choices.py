@@ -50,7 +50,7 @@ def choose_method(facts: dict[str, Any]) -> tuple[str, str]:
 
 
 def choose_side(facts: dict[str, Any]) -> list[Choice]:
-    """Return the choice of image size, empty for a model without a fixed input size."""
+    """Return a list with the choice of image size; empty for a model without a fixed input size."""
     architecture = Component(**facts["architecture"])
     side = facts.get("input_size") or architecture.args.get("img_size")
     patch = patch_size(architecture)
@@ -64,7 +64,7 @@ def choose_side(facts: dict[str, Any]) -> list[Choice]:
 
 
 def choose_batch(num_images: int) -> Choice:
-    """Return the choice of batch size: at least four batches an epoch, of 8 images or more."""
+    """Return the choice of batch size: halved until an epoch has 4 batches, but not below 8."""
     batch = BATCH
     while batch > 8 and 4 * batch > num_images:
         batch //= 2
@@ -100,7 +100,7 @@ def choose_schedule(
 
 
 def choose_preservation(num_images: int) -> Choice:
-    """Return the choice of the weight of the hook ``preserve``."""
+    """Return the choice of ``hooks.preserve.weight``."""
     weight = 1.0 if num_images < SOME else 0.3
     reason = "few images teach little" if num_images < SOME else "many images, more freedom"
     return Choice("hooks.preserve.weight", weight, f"{reason}; holds the features to the start")

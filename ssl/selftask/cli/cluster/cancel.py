@@ -17,7 +17,7 @@ running job saves a checkpoint first; the same `selftask submit` command resumes
 
 
 def main(argv: list[str]) -> int:
-    """Cancel the runs and print their job ids."""
+    """Cancel the jobs and print their ids."""
     if not argv:
         print(USAGE)
         return 2

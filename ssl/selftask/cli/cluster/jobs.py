@@ -16,7 +16,7 @@ State, step and last line of each submitted run: of the runs and sweeps in OUT, 
 lie in runs/. Then those of `eval suite --slurm`, whose last line is that of the job's error log.
 --wait       waits for all jobs to end, prints each when it does; fails unless all have finished"""
 
-FINISHED = ("finished", "ended", "completed")  # of runs, and of jobs of `eval suite`
+FINISHED = ("finished", "ended", "completed")  # states of runs, and of jobs of `eval suite`
 
 
 def main(argv: list[str]) -> int:

@@ -67,5 +67,5 @@ def _submit_here(words: list[str], cluster: str) -> int:
 
 
 def _print_submitted(done: str, out: Path | str) -> None:
-    """Print the last line, with a command that a shell takes also if ``out`` has spaces."""
+    """Print the last line of the output; its command is quoted for the shell."""
     print(f"{done}; `selftask jobs {shlex.quote(str(out))}` shows how it stands")

@@ -36,7 +36,7 @@ COMMANDS = {
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
 
 ALONE = ("retrieval", "suite", "predictions")
-"""Those that run in one process."""
+"""Commands that run in one process."""
 
 USAGE = f"""\
 usage: selftask eval knn|linear|svm|clusters|spectrum|clid RUN_OR_MODEL ... [key=value ...]
@@ -67,7 +67,7 @@ and clid repeat with seeds=3. Ranks of torchrun share the images. Prints one JSO
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
+    """Evaluate a model, print the metrics, and append those of a run to ``evaluations.jsonl``."""
     if argv and argv[0] in COMMANDS:
         if argv[0] in ALONE and not asks_for_help(argv):
             refuse_ranks(f"eval {argv[0]}")
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def _row(name: str, address: str, overrides: list[str]) -> dict[str, float]:
-    """Return the metrics with their intervals, and append those of a run to its file.
+    """Return the metrics with their intervals, and append those of a run to ``evaluations.jsonl``.
 
     Args:
         name: Name of the evaluation.
@@ -123,7 +123,8 @@ def evaluate_named(
     """
     frozen, run = open_named(address, asked_words(name, overrides))
     takes_backbone = EVALUATIONS.declared(name, "takes_backbone", False)
-    is_logged = takes_backbone and tell is not None and read_world().rank == 0  # it has no `tell`
+    # Evaluations that take the backbone have no `tell`; show their log lines on stderr instead.
+    is_logged = takes_backbone and tell is not None and read_world().rank == 0
     with info_on_stderr() if is_logged else nullcontext():
         figures = evaluate_frozen([name], frozen, tell=tell)
     if not figures:
@@ -139,7 +140,7 @@ def evaluate_named(
 def evaluate_frozen(
     names: Sequence[str], frozen: Frozen, *, tell: Callable[[str], None] | None = None
 ) -> dict[str, float]:
-    """Return the metrics of some evaluations; empty on ranks other than 0.
+    """Return the metrics of the named evaluations; empty on ranks other than 0.
 
     Args:
         names: Names of the evaluations.

@@ -115,7 +115,7 @@ def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
 
 
 def _compute_share(frozen: Frozen, world: World) -> None:
-    """Compute the part of a rank other than 0, which sends it to rank 0."""
+    """Compute the features of this rank's share of the images and send them to rank 0."""
     from selftask.evaluate.on_ranks import connected
 
     with connected(world, frozen.backbone):
@@ -143,7 +143,7 @@ def _write_table(out: str, frozen: Frozen, world: World, facts: dict[str, Any]) 
 
 
 def _write(write: Callable[..., Any], frozen: Frozen, world: World, facts: dict[str, Any]) -> Any:
-    """Compute the features batch by batch and write each; return the result of ``write``."""
+    """Compute and write the features batch by batch; return the result of ``write``."""
     from selftask.evaluate.on_ranks import connected
     from selftask.evaluate.online import pooled_layers
 

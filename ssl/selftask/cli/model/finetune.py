@@ -127,9 +127,9 @@ def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
-    """Return the data of the run, or nothing if ``words`` give other data.
+    """Return the data of the run as an override; empty if ``words`` give other data.
 
-    Raises UserError if there is neither.
+    Raises UserError if neither gives data.
     """
     saved = expand_user(local_run(address)) / "config.yaml"
     keys = {word.partition("=")[0] for word in words}

@@ -36,7 +36,7 @@ def keep(
         evaluation: Name of the evaluation.
         overrides: Its ``key=value`` words.
         frozen: The model and its images.
-        options: Dataclass of the options of the evaluation.
+        options: Options of the evaluation, a dataclass instance.
         row: Metrics by name.
     """
     if not (addresses.is_folder(address) if is_remote(address) else is_folder(address)):

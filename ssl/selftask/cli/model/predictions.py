@@ -36,7 +36,7 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    """Print a row of metrics for each file."""
+    """Print a row of metrics for each file, and write the requested tables."""
     options, words = take_fields(argv, Options)
     if not words:
         raise UserError(f"eval predictions needs a FILE\n{USAGE}")

@@ -90,7 +90,7 @@ def _check_labeled(config: Config, source: Source) -> None:
 
 
 def _scores(config: Config, predictions: str | None) -> dict[str, float]:
-    """Return step, loss and meters, and write predictions.
+    """Return step, loss and meters; write the predictions if a file is given.
 
     If the method does not output logits, return its loss with the views of training.
     """

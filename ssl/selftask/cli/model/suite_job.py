@@ -64,11 +64,11 @@ def submit_suite(request: Request, config: Config, *, each: bool, follow: bool =
         request: The requested evaluations.
         config: Config of the run, with ``launch.slurm`` of the command line.
         each: Submit an array with one job for each checkpoint, not one job for all.
-        follow: The job waits for new checkpoints until the run has ended.
+        follow: Let the job wait for new checkpoints until the run has ended.
 
     Raises:
-        UserError: If there is nothing to do, an earlier job is still queued, or SLURM refuses the
-            job.
+        UserError: If there is nothing to evaluate, an earlier job is still queued, or SLURM refuses
+            the job.
     """
     trust = take_trust(list(request.words))[1]
     open_received(config, trust=trust)  # reports mistakes before the job is submitted

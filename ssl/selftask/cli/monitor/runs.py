@@ -48,7 +48,7 @@ _CLEAR = "\x1b[H\x1b[J"
 
 
 def main(argv: list[str]) -> int:
-    """Print the table, once or until Ctrl-C."""
+    """Print the table of runs; with ``--watch``, redraw it until Ctrl-C."""
     words, options = take_options(argv, {"--json": bool, "--watch": bool})
     names, values = take_keys(words, {"sort": "", "state": "", "columns": ""})
     folders = [folder_of(name) for name in names or ["runs"]]

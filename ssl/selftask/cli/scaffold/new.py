@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check_name(kind: str, name: str) -> None:
-    """Raise UserError if ``name`` is not a lowercase identifier, or is a module or registered."""
+    """Raise UserError unless ``name`` is a lowercase identifier that is not in use."""
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         meant = "".join(c if c.isalnum() else "_" for c in name).strip("_").lower()
         hint = f", such as {meant!r}" if meant.isidentifier() and meant != name else ""

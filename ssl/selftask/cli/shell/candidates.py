@@ -41,7 +41,7 @@ def candidates(line: str) -> list[str]:
 
 
 def _split(line: str) -> list[str]:
-    """Return the words of a line; after a blank, the last one is empty.
+    """Return the words of a line; if the line ends with a blank, the last word is empty.
 
     A line with an unclosed quote is split at blanks.
     """

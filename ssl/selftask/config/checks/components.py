@@ -1,4 +1,4 @@
-"""Problems reported by the components of a config themselves (methods, hooks, transforms, ...)."""
+"""Problems that the components of a config (methods, hooks, transforms, ...) report themselves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _of_optimizer(
 ) -> Iterator[tuple[Key, str]]:
     """Yield the problems of an optimizer and its schedules.
 
-    The ``problems`` method of its config finds its section at ``optimizer``, whatever the key is.
+    The optimizer's method ``problems`` reads its section at ``optimizer``, whatever ``key`` is.
     """
     component = Component(name=optimizer.name, args=optimizer.args)
     as_optimizer = {**plain_config, "optimizer": optimizer.to_dict()}
@@ -118,7 +118,7 @@ def inner_components(
 def _in_fields(
     config: Any, values: Mapping[str, Any], key: Key
 ) -> Iterator[tuple[Component, Registry, Key]]:
-    """Yield the components in the values of a config class by the declarations of its fields."""
+    """Yield the components in ``values``, as declared by the fields of a config class."""
     for field in dataclasses.fields(config) if config else ():
         if "of" in field.metadata:
             inner = key if field.metadata["flat"] else (*key, field.name)

@@ -244,13 +244,13 @@ def other_sizes(
     size: str = "img_size",
     dynamic: bool = True,
 ) -> Iterator[Problem]:
-    """Yield problems of views and evaluation for a backbone with a fixed patch grid.
+    """Yield problems of the sizes of views and evaluation for a backbone with a fixed patch grid.
 
     A backbone that interpolates its position embeddings also accepts views of other sizes.
 
     Args:
         config: The config to check.
-        key: Section that holds the backbone's image size.
+        key: Key of the section with the backbone's image size.
         built: Image size of the backbone in pixels, or None if it is built for the size of the
             views.
         patch: Patch size in pixels, or None for a backbone that does not interpolate positions.
@@ -330,7 +330,7 @@ def _grid(backbone: Component) -> tuple[Key, Mapping[str, Any]]:
 
 
 def _sizes_in(backbone: Component) -> str | None:
-    """Return the inner section with a backbone's image size; None if it is in its own section."""
+    """Return the name of the section inside ``backbone`` that has the image size, or None."""
     return BACKBONES.declared(backbone.name, "sizes_in", None)
 
 

@@ -58,7 +58,7 @@ def _problems(config: Config, optimizer: OptimizerConfig, key: Key) -> Iterator[
 
 
 def _named_problems(config: Config) -> Iterator[tuple[Key, str]]:
-    """Yield problems of ``optimizers`` with the train step and ``parallel.reduce``."""
+    """Yield conflicts of ``optimizers`` with the train step and ``parallel.reduce``."""
     step = config.train.step.name
     stepped = TRAIN_STEPS.declared(step, "optimizers", ())
     for name in config.optimizers:

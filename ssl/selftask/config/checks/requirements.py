@@ -166,6 +166,6 @@ def label_free(evaluations: Mapping[str, Component]) -> dict[str, Component]:
 
 
 def takes_backbone(evaluations: Mapping[str, Component]) -> dict[str, Component]:
-    """Return the evaluations of a backbone itself: those with ``takes_backbone = True``."""
+    """Return the evaluations that take the backbone: those with ``takes_backbone = True``."""
     declares = EVALUATIONS.declared
     return {k: c for k, c in evaluations.items() if declares(c.name, "takes_backbone", False)}

@@ -45,7 +45,7 @@ def _groups(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
 
 
 def _unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
-    """Yield transforms without a batched version, which ``data.cache=device`` needs."""
+    """Yield a problem for each transform without a batched version (``data.cache=device``)."""
     for name, group in views.items():
         for index, transform in enumerate(group.transforms):
             if is_unbatched(transform.name):

@@ -38,7 +38,7 @@ class Override:
 
     @property
     def place(self) -> str:
-        """Origin of its value for messages."""
+        """Origin of the value, for messages."""
         return f"command line: {shorten(self.text)}"
 
 

@@ -109,7 +109,7 @@ class Layers(list[Layer]):
     def located(self, key: Key, text: str) -> str:
         """Return ``text``, a problem with the value at ``key``, preceded by the value's origin.
 
-        If the text already begins with the override (``key=value``), this is not repeated.
+        If the text already begins with the override (``key=value``), the origin does not repeat it.
         """
         origin = self.place_or_around(key)
         name, _, value = (origin or "").removeprefix("command line: ").partition("=")

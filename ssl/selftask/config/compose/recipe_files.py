@@ -29,13 +29,13 @@ from selftask.files.yaml_file import check_size
 
 SELF = "_self_"  # entry of `defaults:` that stands for the file itself
 TOP_KEYS = frozenset({*Config.__dataclass_fields__, "defaults", "import", "image_size"})
-_MANY = 3  # typical keys from which on a config is taken for one of that framework
+_MANY = 3  # minimum number of keys that identify a config of another framework
 
 
 class _Framework(NamedTuple):
     page: str  # of the documentation
     typical: str  # top-level keys that no beginner would write in a recipe
-    others: str = ""
+    others: str = ""  # top-level keys that count only together with a typical one
 
 
 _FRAMEWORKS = {
@@ -77,7 +77,7 @@ class _Loader(yaml.SafeLoader):
     """Reads scalars as OmegaConf does: ``1e-3`` is a number, a date is text.
 
     A time is text as well, as on the command line: in OmegaConf and yaml, ``1:00:00`` is 3600.
-    OmegaConf's own loader is private, and newer versions of it have none.
+    OmegaConf's own loader is private, and missing in newer versions of OmegaConf.
     """
 
     yaml_implicit_resolvers = {
@@ -250,7 +250,7 @@ def _read_marks(node: yaml.Node | None, shown: str) -> dict[Key, str]:
 
 
 def _as_written(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
-    """Return the values with keys and paths as the text in the file.
+    """Return the values, with keys and paths as they are written in the file.
 
     yaml reads the key ``5:`` and the folder ``1e3`` as numbers; the command line does not.
     """

@@ -23,7 +23,7 @@ from selftask.files.paths import expand_user, is_file
 from selftask.registry import METHODS
 
 ENDINGS = (".yaml", ".yml", ".json")  # JSON is read as YAML, of which it is a subset
-DEFAULT_SOURCE = "digits"  # data set of a bare method name; ships with scikit-learn
+DEFAULT_SOURCE = "digits"  # data set for a bare method name; ships with scikit-learn
 
 
 @dataclass(frozen=True)

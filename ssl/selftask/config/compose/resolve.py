@@ -52,9 +52,9 @@ def resolve(
 
 
 def complete(values: dict[str, Any], layers: Layers, recipe: str) -> dict[str, Any]:
-    """Return the values with the recipe's name, the run folder, default hooks and ``auto`` values.
+    """Return the values with recipe, run folder, default hooks and ``data.num_workers`` filled in.
 
-    The origin of a computed value is added to ``layers``.
+    The origin of a computed number of workers is added to ``layers``.
     """
     values = dict(values)
     if values.get("recipe") is None:

@@ -25,7 +25,7 @@ from selftask.report.overview.table import count_states, smallest_first
 from selftask.report.page import Section, render, static_text, write_page
 from selftask.report.record import RunRecord
 
-MOST_CURVES = 40  # the curves of this many runs are drawn, best runs first
+MOST_CURVES = 40  # largest number of runs whose curves are drawn, best runs first
 _DRAWN = (
     *("loss", "chance_ratio", "emb_std", "effective_rank", "target_entropy"),
     *("lr", "images_per_s", "data_wait"),
@@ -118,7 +118,7 @@ def best_line(comparison: Comparison) -> str:
 
 
 def _notes(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return caveats of the comparison: the run that each is about, or "", and a text."""
+    """Return caveats of the comparison as (run, text); the run is empty for notes on all runs."""
     runs, notes = [], []
     for member in comparison.members:
         line = member.line

@@ -20,7 +20,7 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean of finite values and its 95 % interval by Student's t, or None without any.
+    """Return the mean and 95 % interval (Student's t) of finite values, or None if there are none.
 
     The values, such as those of runs with different seeds, are assumed to be independent samples of
     a normal distribution: mean +- t(0.975, n - 1) * s / sqrt(n).

@@ -16,8 +16,8 @@ from selftask.files.received import TEXTS
 from selftask.report.compare.results import rows_of, settings_of
 from selftask.report.record import RunRecord
 
-SCORES = "image_scores"  # of a row
-_MOST_RUNS = 6  # all pairs of so many runs are compared
+SCORES = "image_scores"  # key of a row
+_MOST_RUNS = 6  # largest number of runs of which all pairs are compared
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Pair:
 
 
 def paired(records: Sequence[RunRecord], names: Sequence[str]) -> list[Pair]:
-    """Return the differences between pairs of runs in metrics of the same test images.
+    """Return the differences between pairs of runs in metrics on the same test images.
 
     The newest result of each metric is used. Results are compared if their training images, test
     images and evaluation settings are the same. If there are more than six runs, only pairs with

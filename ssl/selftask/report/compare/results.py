@@ -49,7 +49,7 @@ def settings_of(row: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Result:
-    """Newest value of a metric for one run, settings of the evaluation, and sets of images."""
+    """Value of one metric in a row of ``evaluations.jsonl`` of a run."""
 
     metric: str
     run: str
@@ -88,7 +88,10 @@ def _text(text: str) -> Cell:
 
 
 def results_table(comparison: Comparison) -> str:
-    """Return the table of metrics that at least two runs have; empty if there are none."""
+    """Return the table of metrics that at least two runs have; empty if there are none.
+
+    Of equal evaluations of a run (metric, images, settings), only the newest is shown.
+    """
     newest = {
         (result.metric, result.run, result.images, *settings_of(result.row)): result
         for member in comparison.members

@@ -20,7 +20,7 @@ from selftask.report.page import render
 from selftask.report.verdict import verdict_of
 
 MOST_COLUMNS = 12  # largest number of groups in the table of differences
-SORTABLE = "compare.sortable"  # a table of Heads and rows of Cells that the page's script sorts
+SORTABLE = "compare.sortable"  # template of a table that the page's script sorts
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,11 @@ def visualize(task: Task, sources: Sources) -> tuple[dict[str, np.ndarray], list
 def reconstruction_section(
     columns: Mapping[str, np.ndarray], names: Sequence[str], note: str
 ) -> Section:
-    """Return the section with a row for each image.
+    """Return the section with a row of images for each sample.
 
     Args:
         columns: Images (B, H, W, C) uint8 by name; if there are none, the section is empty.
-        names: Names of the B rows.
+        names: Names of the B samples.
         note: Paragraph above the images, plain text.
     """
     if not columns:

@@ -87,7 +87,7 @@ class ImageSections:
     def _group(
         self, title: str, name: str, key: str, make: Callable[[], list[Section]]
     ) -> list[Section]:
-        """Return the sections of a group, from the cache if possible."""
+        """Return the sections of a group, cached if possible, or a section with the error."""
         sections = self._cache.get(name, key)
         if sections is not None:
             return sections

@@ -44,7 +44,7 @@ def judge(
     quiet_s = min(ages, default=0.0)
     usual = "" if interval_s is None else f", usually one every {show_seconds(interval_s)}"
     limits = [LEAST_QUIET_S, QUIET_ROWS * (interval_s or 0.0), QUIET_EVALUATIONS * (eval_s or 0.0)]
-    begun_s = now - (status.get("started") or 0.0)  # a resumed run has rows of attempts before
+    begun_s = now - (status.get("started") or 0.0)  # rows may be of earlier attempts
     if interval_s is None or begun_s < FIRST_ROW_S:
         limits.append(FIRST_ROW_S)
     if quiet_s > max(limits):

@@ -65,7 +65,7 @@ def run_page(name: str, record: RunRecord) -> str:
 
 
 def comparison_page(folders: Mapping[str, Path], sort: str = "") -> str:
-    """Return the page that compares runs in their present state.
+    """Return the page that compares runs in their current state.
 
     Args:
         folders: Run folders by name.

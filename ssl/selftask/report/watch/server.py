@@ -44,7 +44,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(address, Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print errors, except those of a connection that has broken."""
+        """Print errors, except those of a broken connection."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -134,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
             self._plain(403, "this is not the token that selftask watch printed")
 
     def _page(self, text: str) -> None:
-        """Send a page, or nothing to a reader that already has it."""
+        """Send a page, or status 304 if the browser already has it."""
         body = text.encode()
         tag = f'"{hashlib.sha256(body).hexdigest()}"'
         if self.headers.get("If-None-Match") == tag:

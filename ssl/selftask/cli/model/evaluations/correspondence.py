@@ -25,7 +25,7 @@ seed=0        of the choice of images and of the warps
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
+    """Evaluate a model, print the metrics, and append those of a run to ``evaluations.jsonl``."""
     from selftask.evaluate.correspondence import Correspondence, evaluate_correspondence
 
     return print_measured("correspondence", argv, USAGE, Correspondence, evaluate_correspondence)

@@ -31,7 +31,7 @@ weight_decay=0.0001 held_out=0.2 images=200 seed=0     as in `selftask eval segm
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
+    """Evaluate a model, print the metrics, and append those of a run to ``evaluations.jsonl``."""
     address, overrides = take_model("depth", argv, USAGE)
     from selftask.evaluate.dense.depth_maps import DEPTHS
     from selftask.evaluate.depth import DepthOptions, evaluate_depth

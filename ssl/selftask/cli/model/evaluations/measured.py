@@ -23,14 +23,14 @@ def print_measured(
     measure: Callable[..., dict[str, float]],
     open_model: Callable[[str, list[str]], tuple[Frozen, str]] = open_named,
 ) -> int:
-    """Measure, print the metrics, append them to the run's ``evaluations.jsonl``, and return 0.
+    """Evaluate a model, print the metrics, and append those of a run to ``evaluations.jsonl``.
 
     Args:
         name: Name of the evaluation.
-        argv: The words after it.
-        usage: Its usage, for messages.
+        argv: The words after the name.
+        usage: Usage text, for messages.
         kind: Class of the options.
-        measure: Function that measures, see ``on_all_ranks``.
+        measure: Function that computes the metrics; see ``on_all_ranks``.
         open_model: Opens the model at an address; see ``open_named``.
     """
     address, overrides = take_model(name, argv, usage)
@@ -62,5 +62,5 @@ def on_all_ranks(frozen: Frozen, measure: Callable[..., T], *args: Any) -> T:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process prints and keeps the results."""
+    """Return whether this process is rank 0, which prints and keeps the results."""
     return read_world().rank == 0

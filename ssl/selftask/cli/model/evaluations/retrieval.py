@@ -38,7 +38,7 @@ _OWN = ("truth", "whiten")
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
+    """Evaluate a model, print the metrics, and append those of a run to ``evaluations.jsonl``."""
     address, overrides = take_model("retrieval", argv, USAGE)
     from selftask.evaluate.retrieval.benchmark import open_benchmark
     from selftask.evaluate.retrieval.evaluation import RetrievalOptions, evaluate_retrieval
@@ -82,7 +82,7 @@ def _open_images(data: str) -> Source:
 
 
 def _table(row: dict[str, float], parts: list[str]) -> str:
-    """Format the metrics of each part as a line."""
+    """Format a table of the metrics, with a row for each part of the benchmark."""
     first = next(f"retrieval_{part}_" for part in parts if f"retrieval_{part}_map" in row)
     names = [name.removeprefix(first) for name in row if name.startswith(first)]
     rows = [("", *names)]

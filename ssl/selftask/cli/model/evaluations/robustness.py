@@ -25,7 +25,7 @@ k=20          number of neighbors that vote
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, print the errors, and append them to the run's ``evaluations.jsonl``."""
+    """Evaluate a model, print the errors, and append those of a run to ``evaluations.jsonl``."""
     from selftask.evaluate.robustness import RobustnessOptions, measure_robustness
 
     return print_measured("robustness", argv, USAGE, RobustnessOptions, measure_robustness)

@@ -39,7 +39,7 @@ images=200 seed=0    a random choice of images of each set; default: all
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
+    """Evaluate a model, print the metrics, and append those of a run to ``evaluations.jsonl``."""
     address, overrides = take_model("segmentation", argv, USAGE)
     from selftask.evaluate.dense.masks import MASKS, read_table
     from selftask.evaluate.segmentation import (

@@ -44,14 +44,17 @@ eval.transforms=[...]   how images are shown; default: as in the run
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, print the accuracies, and append them to the run's ``evaluations.jsonl``."""
+    """Classify images, print the accuracies, and append those of a run to ``evaluations.jsonl``."""
     from selftask.evaluate.zeroshot import ZeroshotOptions, measure_zeroshot
 
     return print_measured("zeroshot", argv, USAGE, ZeroshotOptions, measure_zeroshot, _open)
 
 
 def _open(address: str, words: list[str]) -> tuple[Frozen, str]:
-    """Return the towers of a checkpoint, both of the same step, with its images; and its run."""
+    """Return image and text tower as one model with its images, and its run.
+
+    Both towers of a run are of the same checkpoint. For a folder, the returned path is not a run.
+    """
     if take("weights", words)[0] is not None:
         raise UserError(
             "eval zeroshot: weights=: both towers are read from the checkpoint; leave it out"
