@@ -71,7 +71,7 @@ class NoHead(Base):
 )
 def test_a_wrong_definition_is_named(kind: type[Method], message: str) -> None:
     register_method("own_method")(kind)
-    with pytest.raises(UserError, match=rf"test_own_method.py:\d+: {message}"):
+    with pytest.raises(UserError, match=rf"test_method_mistakes.py:\d+: {message}"):
         build_method(Component(name="own_method"))
 
 
@@ -80,7 +80,7 @@ def test_a_method_without_a_loss_is_named() -> None:
         loss_reduction = "samples"
 
     method = NoLoss(NoLoss.Config())
-    with pytest.raises(UserError, match=r"test_own_method.py:\d+: NoLoss has no method forward\("):
+    with pytest.raises(UserError, match=r"test_method_mistakes.py:\d+: NoLoss has no method forward\("):
         method(torch.zeros(2), None)
 
 
@@ -92,7 +92,7 @@ def test_what_is_no_network_is_named(network: Any, found: str) -> None:
         def build_network(self, backbone: nn.Module, task: Any) -> Any:
             return network
 
-    with pytest.raises(UserError, match=rf"test_own_method.py:\d+: build_network .* a {found}; "):
+    with pytest.raises(UserError, match=rf"test_method_mistakes.py:\d+: build_network .* a {found}; "):
         build_network(Builds(Builds.Config()), nn.Identity(), SimpleNamespace())  # type: ignore[arg-type]
 
 
