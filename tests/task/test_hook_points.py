@@ -13,6 +13,7 @@ from spy import CALLS, labeled, points
 
 import tiny
 from selftask.batch import Batch
+from selftask.errors import UserError
 from selftask.hooks.base import Hook
 from selftask.hooks.checkpoint import SaveCheckpoints
 from selftask.hooks.watching.print_hooks import describe_hooks
@@ -176,4 +177,19 @@ def test_the_public_attributes_of_a_task_exist(tmp_path: Path) -> None:
     task.step()
     assert len(names) > 40
     assert [name for name in names if not hasattr(task, name)] == []
+    task.close()
+
+
+class Unplain(Hook):
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {1, 2}}
+
+
+def test_a_state_that_no_checkpoint_holds_is_named_with_its_hook(tmp_path: Path) -> None:
+    task = tiny.task("simclr", tmp_path)
+    task.add_hook(Unplain(), "mine")
+    task.prepare()
+    match = r"test_hook_points.py:\d+: state_dict of hooks.mine.seen is a set: checkpoints hold"
+    with pytest.raises(UserError, match=match):
+        task.state_dict()
     task.close()

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from selftask.checkpoint import manifest, rotation, store
+from selftask.checkpoint.nested import check_plain
 from selftask.checkpoint.writer import CheckpointWriter
 from selftask.config.checks.locations import asked_checkpoint, uses_newest
+from selftask.config.extensions import source_of
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.config.values.budget import show_bytes
@@ -53,7 +55,7 @@ def take(task: Task, *, full: bool = True) -> dict[str, Any]:
         "method": task.loss.state_dict(),
         "optimizer": optimizer,
         "optimizers": named,
-        "hooks": {key: hook.get_classy_state() for key, hook in task.named_hooks.items()},
+        "hooks": {key: _state_of_hook(key, hook) for key, hook in task.named_hooks.items()},
     }
     return {
         **(task.reduction.full_state(tensors) if full else tensors),
@@ -110,6 +112,16 @@ def restore(task: Task, state: dict[str, Any]) -> None:
         process_state.set_rng_state(state["rng"][task.world.rank])
     if task.device.type == "cpu":
         _keep_threads(task, state["threads"])
+
+
+def _state_of_hook(key: str, hook: Any) -> Any:
+    """Return the state of a hook; raise UserError if a checkpoint cannot hold it."""
+    state = hook.get_classy_state()
+    try:
+        check_plain(state, f"state_dict of hooks.{key}")
+    except TypeError as error:
+        raise UserError(f"{source_of(type(hook))}: {error}") from None
+    return state
 
 
 def _restore_hooks(task: Task, states: dict[str, Any]) -> None:
