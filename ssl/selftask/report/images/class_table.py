@@ -37,6 +37,11 @@ class ByClass:
         """Fraction of correct predictions for each class; 0 for a class without images."""
         return np.asarray(self.confusion.diagonal() / self.confusion.sum(axis=1).clip(min=1))
 
+    @property
+    def overall(self) -> float:
+        """Fraction of correct predictions for all images."""
+        return float(self.confusion.trace() / max(1, self.confusion.sum()))
+
     def mistakes(self, label: int) -> list[tuple[int, int]]:
         """Return the wrong predictions for images of a class with counts, most frequent first."""
         row = self.confusion[label].copy()
