@@ -80,9 +80,7 @@ def test_a_method_without_a_loss_is_named() -> None:
         loss_reduction = "samples"
 
     method = NoLoss(NoLoss.Config())
-    with pytest.raises(
-        UserError, match=r"_mistakes.py:\d+: NoLoss has no method forward\("
-    ):
+    with pytest.raises(UserError, match=r"_mistakes.py:\d+: NoLoss has no method forward\("):
         method(torch.zeros(2), None)
 
 
@@ -94,9 +92,7 @@ def test_what_is_no_network_is_named(network: Any, found: str) -> None:
         def build_network(self, backbone: nn.Module, task: Any) -> Any:
             return network
 
-    with pytest.raises(
-        UserError, match=rf"_mistakes.py:\d+: build_network .* a {found}; "
-    ):
+    with pytest.raises(UserError, match=rf"_mistakes.py:\d+: build_network .* a {found}; "):
         build_network(Builds(Builds.Config()), nn.Identity(), SimpleNamespace())  # type: ignore[arg-type]
 
 
