@@ -197,6 +197,14 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert done.stderr == ""
 
 
+def test_python_without_asserts_is_refused() -> None:
+    """Hydra's parser failed with a traceback at the first value in braces."""
+    done = run("config", "simclr", "train={max_steps: 3}", options=("-O",))
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: python -O (PYTHONOPTIMIZE) removes assert statements")
+
+
 def test_as_a_module_from_the_root_python_keeps_its_ssl() -> None:
     root = Path(__file__).resolve().parents[2]
     code = "import ssl; print(ssl.OPENSSL_VERSION)"

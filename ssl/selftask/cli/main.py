@@ -97,6 +97,11 @@ def _answer(argv: list[str]) -> int:
         os.getcwd()
     except FileNotFoundError as error:
         raise UserError("the current folder was removed; change to one that exists") from error
+    if not __debug__:
+        raise UserError(
+            "python -O (PYTHONOPTIMIZE) removes assert statements, in which Hydra's parser of "
+            "key=value reads its input; start without it"
+        )
     return _run(argv[0], argv[1:])
 
 
