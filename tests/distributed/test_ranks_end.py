@@ -57,7 +57,7 @@ def check_failed(done: subprocess.CompletedProcess[str], out: Path, rank: int, c
     assert "finished" not in done.stdout
     status = tiny.status(out)
     assert (status["state"], status["rank"]) == ("failed", rank)
-    assert cause in status["error"]
+    assert re.search(cause, status["error"])
     assert orphans(str(out)) == []
 
 
@@ -70,11 +70,11 @@ def test_a_rank_that_raises_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "cause"), [(1, "is dead"), (0, "gone")])
-def test_a_rank_that_is_killed_is_named(tmp_path: Path, rank: int, cause: str) -> None:
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_rank_that_is_killed_is_named(tmp_path: Path, rank: int) -> None:
     start = time.monotonic()
     done = train(tmp_path, "run", TWO, f"hooks.fault_injection={{at: 3, rank: {rank}, kind: kill}}")
-    check_failed(done, tmp_path / "run", rank, cause)
+    check_failed(done, tmp_path / "run", rank, rf"rank {rank} \(pid \d+ on .+\) is dead")
     assert time.monotonic() - start < 60  # 30 after the kill, and as long to start
 
 

@@ -90,7 +90,7 @@ def _remove(group: Path) -> None:
 @pytest.mark.parametrize(
     ("victim", "more", "code"),
     [
-        ("rank 0 is gone", ["hooks.greedy={}", "launch.processes=2"], 137),
+        ("rank 0 (pid ", ["hooks.greedy={}", "launch.processes=2"], 137),
         ("data: worker process", ["data=greedy:Images", "data.num_workers=1"], 1),
     ],
 )

@@ -157,7 +157,8 @@ def test_killed_rank(folder: Path, undisturbed: dict[str, Any]) -> None:
     run.wait_for_step(4)
     run.kill(0)
     run.wait_for_attempt(1)
-    assert re.search(r"rank 0 (on n1 was killed|is gone: killed from outside)", run.log)
+    dead = r"rank 0 (on n1 was killed|\(pid \d+ on n1\) is dead: killed from outside)"
+    assert re.search(dead, run.log)
     assert "2 of 3 requeues left" in run.log
     run.at_full_speed()
     run.wait_for_end()
