@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,10 @@ def test_metrics_are_cut_back(tmp_path: Path) -> None:
         file.write(b'{"step": 3, "lo')  # killed while it wrote
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
     again = MetricsFile(path)
-    again.cut(10**6)  # of a checkpoint that was copied later than this file
+    complete = len(path.read_bytes().rpartition(b"\n")[0]) + 1
+    assert again.cut(10**6) == 10**6 - complete  # a checkpoint copied later than this file
     assert path.read_bytes().endswith(b"null}\n")
-    again.cut(kept)
+    assert again.cut(kept) == 0
     again.write({"step": 2, "loss": 0.25})
     again.close()
     lines = path.read_text().splitlines()
@@ -46,3 +48,24 @@ def test_metrics_are_cut_back(tmp_path: Path) -> None:
         {"step": 1, "loss": 0.5},
         {"step": 2, "loss": 0.25},
     ]
+
+
+@pytest.mark.parametrize("change", ["removed", "moved", "begun anew"])
+def test_a_run_ends_if_its_folder_is_removed_moved_or_begun_anew(
+    tmp_path: Path, change: str
+) -> None:
+    """Its checkpoints would be written among those of the run that began anew there."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = MetricsFile(folder / "metrics.jsonl")
+    rows.write({"step": 1})
+    rows.write({"step": 2})
+    shutil.rmtree(folder) if change != "moved" else folder.rename(tmp_path / "moved")
+    if change == "begun anew":
+        folder.mkdir()
+        other = MetricsFile(folder / "metrics.jsonl")
+        other.write({"step": 1})
+        other.close()
+    with pytest.raises(RunError, match=r"run/metrics\.jsonl: was moved, removed or replaced"):
+        rows.write({"step": 3})
+    rows.close()

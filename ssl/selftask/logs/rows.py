@@ -32,6 +32,7 @@ class MetricsFile:
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row; raise RunError if it cannot be written, such as on a full disk."""
+        self._check_place()
         line = json_row(row).encode() + b"\n"
         try:
             written = self._file.write(line)
@@ -42,19 +43,39 @@ class MetricsFile:
         if written != len(line):
             raise RunError(f"{self.path}: a row was written in part only: the disk is full")
 
+    def _check_place(self) -> None:
+        """Raise RunError if the file was removed or replaced, as by a new run in the folder.
+
+        Checkpoints would be written among those of the new run. Inode numbers alone are not
+        compared, since some network file systems change them.
+        """
+        ours = os.fstat(self._file.fileno())
+        with suppress(FileNotFoundError, NotADirectoryError):
+            there = os.stat(self.path)
+            if os.path.samestat(there, ours) or there.st_size == ours.st_size:
+                return
+        raise RunError(
+            f"{self.path}: was moved, removed or replaced while this run wrote it, perhaps with "
+            "its folder; start the same command again once no other run uses the folder"
+        )
+
     @property
     def length(self) -> int:
         """Number of bytes written so far, which checkpoints save."""
         return self._file.tell()
 
-    def cut(self, length: int) -> None:
+    def cut(self, length: int) -> int:
         """Truncate the file to ``length`` bytes, as saved in a checkpoint.
 
         If the file is shorter, as in a copy of a running run, its last incomplete row is removed.
+
+        Returns:
+            The number of bytes that are missing then.
         """
-        rows = self.path.read_bytes()[:length]
-        os.truncate(self.path, rows.rfind(b"\n") + 1)
+        kept = self.path.read_bytes()[:length].rfind(b"\n") + 1
+        os.truncate(self.path, kept)
         self._file.seek(0, os.SEEK_END)
+        return length - kept
 
     def close(self) -> None:
         self._file.close()
