@@ -189,6 +189,18 @@ def test_from_a_file(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         tiny.train("simclr", folder, "third", f"resume={third}")
 
 
+def test_missing_rows_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file that lost rows after its checkpoint looked like that of a run that began later."""
+    lost = tiny.train("simclr", folder, "rows", "train.stop_at=3").out / "metrics.jsonl"
+    lost.write_bytes(b"".join(lost.read_bytes().splitlines(keepends=True)[:1]))
+    tiny.train("simclr", folder, "rows", "train.stop_at=4")
+    assert f"{lost}: rows before step 4 are missing" in caplog.text
+    caplog.clear()
+    tiny.train("simclr", folder, "rows", "train.stop_at=5")
+    assert "missing" not in caplog.text
+    assert [row["step"] for row in tiny.rows(folder / "rows")] == [1, 4, 5]
+
+
 def test_what_is_no_checkpoint_says_what_to_name(folder: Path) -> None:
     run = tiny.train("simclr", folder, "named", "train.max_steps=2").out
     newest = run / "checkpoints/step_000000002.pt"

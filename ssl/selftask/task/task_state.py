@@ -287,7 +287,12 @@ def _discard_later(task: Task, found: tuple[dict[str, Any], Path] | None) -> Non
     rows_bytes = 0
     if found is not None and found[1].resolve().parent == folder.resolve():
         rows_bytes = found[0]["metrics_bytes"]
-    task.rows.cut(rows_bytes)
+    if task.rows.cut(rows_bytes):
+        log.warning(
+            "%s: rows before step %d are missing; the file was removed or cut after the "
+            "checkpoint, and the training itself is not affected",
+            *(task.rows.path, task.steps_done + 1),
+        )
 
 
 def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
