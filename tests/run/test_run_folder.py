@@ -121,12 +121,18 @@ def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("out", "message"), [("a_file", "cannot be written to"), ("", "out is empty; give the folder")]
+    ("out", "message"),
+    [
+        ("a_file", "out=a_file: cannot be written to (a_file is a file, or a link to a folder"),
+        ("link/run", "out=link/run: cannot be written to (link is a file, or a link to a folder"),
+        ("", "out is empty; give the folder"),
+    ],
 )
 def test_no_folder_to_run_in(
     folder: Path, capsys: pytest.CaptureFixture[str], out: str, message: str
 ) -> None:
     (folder / "a_file").write_text("")
+    (folder / "link").symlink_to(folder / "not_mounted")
     assert main(["train", "simclr/digits", *tiny.overrides("simclr", folder), f"out={out}"]) == 2
     assert message in capsys.readouterr().err
 

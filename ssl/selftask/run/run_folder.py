@@ -48,6 +48,9 @@ def locked(out: str, *, first: bool, alone: bool = False) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+", encoding="utf-8") if first else None
+    except FileExistsError as error:  # also for a link into a disk that is not mounted
+        problem = f"{error.filename} is a file, or a link to a folder that does not exist"
+        raise UserError(f"out={out}: cannot be written to ({problem})") from error
     except OSError as error:
         raise UserError(f"out={out}: cannot be written to ({error.strerror})") from error
     over = threading.Event()
