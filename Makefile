@@ -68,7 +68,7 @@ release: wheel ## dist/: wheel, source distribution, sbom.json, licenses.md, all
 test-oldest: ## the oldest versions that setup.py allows, on the oldest Python: install, train, all quick tests
 	$(OLDEST) -m venv build/oldest
 	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check \
-		-r tools/release/oldest.txt -e ".[test]"
+		-r tools/release/oldest.txt -e ".[test,dev]"
 	build/oldest/bin/python tools/release/smoke.py
 	PATH="$(CURDIR)/build/oldest/bin:$$PATH" build/oldest/bin/python -m pytest -m "not slow" \
 		-n auto --maxprocesses 4

@@ -224,7 +224,7 @@ def test_five_kills_leave_no_trace(method: str, folder: Path) -> None:
         assert zlib.crc32(exported[0]) == zlib.crc32(exported[1])
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
 def test_signals_save_at_the_next_step(name: str, folder: Path) -> None:
     number = getattr(signal, name)
     out = folder / f"signal_{name}"

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from selftask.errors import UserError
 
 # Signals that request a stop. A closed terminal sends SIGHUP.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
+STOP_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2),  # before the time limit: `sbatch --signal`, submitit
+)
 INIT_FILE = "SELFTASK_INIT_FILE"  # a new file that all ranks see, in place of MASTER_ADDR
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _MPI_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")

@@ -147,6 +147,9 @@ def test_elastic_moves_pixels_by_what_was_drawn() -> None:
     assert_close_inside(transform.apply(image, params), expected)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.11", reason="torchvision 0.25 exchanges the sides of an oblong image"
+)
 def test_elastic_draws_like_torchvision() -> None:
     """Spread and smoothness of the displacements, mean of 60 fields each; 5 standard errors."""
     transform, draws = build("elastic", alpha=50.0, sigma=5.0, p=1.0), rng()

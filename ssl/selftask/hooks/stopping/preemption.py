@@ -22,9 +22,9 @@ log = get_logger(__name__)
 @register_hook("preemption")
 @dataclass(eq=False, kw_only=True)
 class StopOnSignal(Hook):
-    """SIGTERM, SIGINT, SIGUSR2 and SIGHUP: save at the next step; exit at once on a second one.
+    """Saves and exits after the step in which a signal arrives; a second signal exits at once.
 
-    Later SIGHUPs are ignored, since closing a terminal sends several. A repeated signal is ignored
+    The signals are SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2. Later SIGHUPs are ignored, since closing a terminal sends several. A repeated signal is ignored
     within one second: a signal to a process group (``timeout``, ``systemctl stop``) reaches the
     ranks twice, directly and through their launcher. A SIGHUP that the process ignores from its
     start (nohup) stays ignored. The handler prints a message and sets a flag. With several ranks,
