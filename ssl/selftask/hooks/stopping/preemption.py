@@ -24,13 +24,14 @@ log = get_logger(__name__)
 class StopOnSignal(Hook):
     """Saves and exits after the step in which a signal arrives; a second signal exits at once.
 
-    The signals are SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2. Later SIGHUPs are ignored, since closing a terminal sends several. A repeated signal is ignored
-    within one second: a signal to a process group (``timeout``, ``systemctl stop``) reaches the
-    ranks twice, directly and through their launcher. A SIGHUP that the process ignores from its
-    start (nohup) stays ignored. The handler prints a message and sets a flag. With several ranks,
-    each step starts a reduction of the flags and reads its result one step later, so that no rank
-    waits and all ranks stop after the same step. The handler is installed when the hook is built,
-    to catch a signal during the first evaluation too.
+    The signals are SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2. Later SIGHUPs are ignored, since
+    closing a terminal sends several. A repeated signal is ignored within one second: a signal to a
+    process group (``timeout``, ``systemctl stop``) reaches the ranks twice, directly and through
+    their launcher. A SIGHUP that the process ignores from its start (nohup) stays ignored. The
+    handler prints a message and sets a flag. With several ranks, each step starts a reduction of
+    the flags and reads its result one step later, so that no rank waits and all ranks stop after
+    the same step. The handler is installed when the hook is built, to catch a signal during the
+    first evaluation too.
     """
 
     priority: ClassVar[int] = 95
