@@ -31,6 +31,8 @@ HOOKS = ("timing", "gradient_norms", "activations", "clip_gradients", "csv")
         ),
         ("train.keep_best", r"train\.keep_best\.mode: auto or max or min, default auto\n"),
         ("lars", r"lars: optimizer \[.*lars\.py:\d+\]\n.*\n.*optimizer\.sgd_momentum"),
+        ("hooks.timing", r"timing: hook \[.*timing\.py:\d+\]\n"),
+        ("eval.evaluations.knn", r"knn: evaluation \[.*knn\.py:\d+\]\n"),
         ("linear", r"(?s)linear: schedule .*linear: evaluation "),
         ("requeue", "requeue: event in events.jsonl"),
         ("checkpoints/step_N", "checkpoints/step_N/: in the run folder"),

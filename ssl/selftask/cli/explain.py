@@ -16,7 +16,7 @@ USAGE = """\
 usage: selftask explain WORD [...]
 
 WORD is a key of a config (train.batch_size, or batch_size), a section (train), a registered name
-(moco, lars, random_resized_crop), a column of metrics.jsonl (emb_std), an event, or a file of a run
+(moco, hooks.timing, random_resized_crop), a column of metrics.jsonl (emb_std), an event, or a file of a run
 folder. Prints type, default, limits and meaning; keys are also found by the names that other
 frameworks give them (base_lr)."""
 
@@ -48,7 +48,10 @@ def explanations(word: str, width: int = 100) -> Iterator[str]:
         yield _key(entry, width, owners)
     if inside:
         yield "\n".join(_key(entry, width, owners) for entry, owners in _distinct(inside))
-    yield from (_named(entry, width) for entry in entries if entry.name == word)
+    name = word.removeprefix("eval.")  # as in eval.evaluations.knn
+    for entry in entries:
+        if name in (entry.name, f"{entry.kind}.{entry.name}"):
+            yield _named(entry, width)
     for name, facts, text in _records():
         if word in (name, name.rstrip("/")):
             yield _text(name, facts, text, width)

@@ -29,7 +29,7 @@ folder, or FILE. It needs no network and also works during the run.
 It also shows the training views and, computed with the newest weights: nearest neighbors, a map
 of the embeddings, accuracy by class, patch tokens of vision transformers, reconstructions.
 They are kept in $SELFTASK_CACHE/report, so that a second report of the same weights takes a second.
-images=N      the number of images that features are computed of; images=false leaves them out
+images=N      the number of images whose features are computed; images=false: no images at all
 {TRUST}
 
 With several runs, or a folder of runs, the page compares them: a ranking (sort=knn_top1, or a click

@@ -46,8 +46,8 @@ def check_same_run(config: Config) -> None:
     if differences:
         listed = "\n".join(f"  {shorten(change)}" for change in differences[:8])
         raise UserError(
-            f"out={out} holds another run than the one asked for; use another out=, resume=never "
-            f"to start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"
+            f"out={out} has a run with another config; use another out=, resume=never to start a "
+            f"new run there, or resume=CHECKPOINT to continue from it anyway\n{listed}"
         )
 
 

@@ -184,7 +184,7 @@ class Watch:
             except BoardLost as lost:
                 failure = self._rank0_is_gone(lost)
             except Exception:  # noqa: BLE001 - a watchdog bug must not end the run
-                LOGGER.exception("the watch over the run has ended; the run goes on without it")
+                LOGGER.exception("the watch over the run has ended; the run continues without it")
                 return
             if failure is None or self._over.is_set():
                 continue

@@ -58,5 +58,5 @@ def _check_time(partitions: list[Partition], limit: int) -> None:
         names = " and ".join(p.name for p in partitions)
         raise UserError(
             f"launch.slurm.time: {show_minutes(limit)}, but {names} allows at most "
-            f"{show_minutes(longest)}; a run that needs longer is requeued and goes on"
+            f"{show_minutes(longest)}; a run that needs longer is requeued and resumes"
         )

@@ -109,7 +109,7 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
     complete = [config.out for config in configs if Status(config).is_finished()]
     notes += [f"{out} is complete: its job will only say so" for out in complete]
     if str(base.resolve()).startswith("/tmp/"):
-        notes.append(f"{base} lies in /tmp, which the nodes of a cluster do not usually share")
+        notes.append(f"{base} is in /tmp, which the nodes of a cluster usually do not share")
     snapshot = CodeSnapshot.of(base / "slurm" / "code") if first.launch.snapshot else None
     submissions = [_submission(recipe, config, workers, snapshot) for config in configs]
     made = executor(first.launch, base / "slurm", base.name, **derived)

@@ -52,7 +52,7 @@ class CompileReport(Hook):
         log.info("compile: %d %s", self.graphs, "graph" if self.graphs == 1 else "graphs")
         for reason, count in breaks.most_common(3):
             log.warning(
-                "compile: %d graph %s, after which Python goes on alone: %s",
+                "compile: %d graph %s, where Python runs code that is not compiled: %s",
                 count,
                 "break" if count == 1 else "breaks",
                 _shorten(reason),

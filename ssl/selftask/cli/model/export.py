@@ -54,7 +54,7 @@ the 5 newest checkpoints. hooks.precise_bn, if the run has it, then recomputes B
 statistics from the images of the run.
 --name NAME calls the files NAME-1a2b3c4d.pt, .safetensors and .json, with the first digits of the
 SHA-256 of the .pt file, which torch.hub.load_state_dict_from_url(..., check_hash=True) compares.
-weights=FILE  for timm: and torchvision: the weights of a file, of VISSL for one, or `none`
+weights=FILE  for timm: and torchvision: models: weights of a file, such as one of VISSL, or `none`
 prefix=NAME.  the tensors under this prefix, of a file with several networks
 import=[MODULE]  a plug-in, such as one with a handler for an address
 {TRUST}
