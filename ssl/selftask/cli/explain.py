@@ -16,9 +16,9 @@ USAGE = """\
 usage: selftask explain WORD [...]
 
 WORD is a key of a config (train.batch_size, or batch_size), a section (train), a registered name
-(moco, hooks.timing, random_resized_crop), a column of metrics.jsonl (emb_std), an event, or a file of a run
-folder. Prints type, default, limits and meaning; keys are also found by the names that other
-frameworks give them (base_lr)."""
+(moco, hooks.timing, random_resized_crop), a column of metrics.jsonl (emb_std), an event, or a file
+of a run folder. Prints type, default, limits and meaning; keys are also found by the names that
+other frameworks give them (base_lr)."""
 
 
 def main(argv: list[str]) -> int:

@@ -11,32 +11,33 @@ from selftask.data.reading.path_table import PathTable
 from selftask.errors import UserError
 
 NO_LABEL = -1
+_MISSING = {"", "-1", "-1.0"}
 _ALIKE = 0.8  # similarity from which a name is taken for a misspelled one: lable, Labels
 
 
 def number_labels(labels: Sequence[str | int | None]) -> tuple[np.ndarray, list[str] | None]:
     """Return the class numbers of labels, int64 (N,), and the class names by number.
 
-    If all labels are integers of at least -1, such as 3 and 3.0, they are kept, and the names are
-    None. Otherwise the distinct labels are sorted and numbered from 0. Integers of 19 digits or
-    more count as names, since not all of them fit into 64 bits. The number of a missing label
-    (None, "" or -1) is -1.
+    The number of a missing label (None, "" or -1) is -1. If all others are integers of at least 0,
+    such as 3 and 3.0, they are kept, and the names are None. Otherwise the distinct labels are
+    sorted and numbered from 0. Integers of 19 digits or more count as names, since not all of them
+    fit into 64 bits.
     """
     texts = ["" if label is None else str(label) for label in labels]
-    names = sorted({*texts} - {""})
+    names = sorted({*texts} - _MISSING)
     are_numbers = all(map(_is_number, names))
     numbers = {
         name: int(name.removesuffix(".0")) if are_numbers else number
         for number, name in enumerate(names)
     }
-    numbers[""] = NO_LABEL
+    numbers |= dict.fromkeys(_MISSING, NO_LABEL)
     rows = np.fromiter((numbers[text] for text in texts), dtype=np.int64, count=len(texts))
     return rows, None if are_numbers else names
 
 
 def _is_number(name: str) -> bool:
     digits = name.removesuffix(".0")  # pandas writes 3 as 3.0 if a label is missing
-    return digits == "-1" or (digits.isascii() and digits.isdecimal() and len(digits) < 19)
+    return digits.isascii() and digits.isdecimal() and len(digits) < 19
 
 
 def refuse_misspelled(default: str, names: Sequence[str], key: str, file: str) -> None:
