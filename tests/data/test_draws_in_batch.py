@@ -197,8 +197,9 @@ def test_a_transform_of_ones_own() -> None:
             return 1, 0, 3, 0, 1, 0
 
     @register_transform("opaque")
-    def opaque(**args: Any) -> Any:
-        return lambda image, rng: np.maximum(image, np.uint8(9 * rng.random()))
+    class Opaque:
+        def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+            return np.maximum(image, np.uint8(9 * rng.random()))
 
     last = {"main": ViewConfig(transforms=[component(part(n)) for n in ("slides", "opaque")])}
     (_,), (draws,) = recorded(last, 0)

@@ -48,7 +48,7 @@ class Own:
         (
             '@register_hook("own")\nclass Own: ...',
             "hooks.own={}",
-            "hooks.own: Own must extend selftask.hooks.base.Hook",
+            r"own\.py:\d+: hooks\.own: Own must extend selftask\.hooks\.base\.Hook",
         ),
         (
             '@register_train_step("own")\nclass Own: ...',

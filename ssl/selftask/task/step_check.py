@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from selftask.batch import Batch
@@ -32,7 +33,8 @@ class StepCheck:
         self.updates = self.other_updates = self.reads = self.reductions = 0  # in this step
         self.points: set[str] = set()  # hook points of this step
         self.skips_updates = isinstance(task.grad_scaler, LossScaler)  # after an overflow
-        self.counted: Iterator[Batch] | None = None  # the batches whose reads are counted
+        # A weak reference to the batches whose reads are counted: workers end with their iterator.
+        self.counted: Callable[[], Iterator[Batch] | None] = lambda: None
         self.has_warned = False
         task.optimizer.optimizer.register_step_post_hook(self._count_update)
         for other in task.optimizers.values():
@@ -49,8 +51,9 @@ class StepCheck:
         self.updates = self.other_updates = self.reads = self.reductions = 0
         self.points.clear()
         self.before, self.batches_left = (task.steps_done, task.clock.batch), task.batches_left
-        if task.batches is not self.counted:  # a new phase, or replaced by the user
-            self.counted = task.batches = self._count_reads(task.batches)
+        if task.batches is not self.counted():  # a new phase, or replaced by the user
+            task.batches = self._count_reads(task.batches)
+            self.counted = weakref.ref(task.batches)
 
     def _count_reads(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:

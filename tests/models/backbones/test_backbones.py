@@ -132,12 +132,12 @@ def test_a_backbone_that_only_takes_three_channels_says_so() -> None:
         (BACKBONES, r"build\(self, channels=3\)"),
         (HEAD_BLOCKS, r"build\(self, width, num_classes\)"),
         (OPTIMIZERS, r"build\(self, groups\)"),
-        (SCHEDULES, r"build\(self, length\)"),
+        (SCHEDULES, r"curve\(self, start, end, span\)"),
     ],
 )
 def test_a_function_where_a_class_with_build_is_registered(registry: Registry, result: str) -> None:
     here = rf"\(of_any_channels at {re.escape(__file__)}:\d+\)"
-    expected = rf"'by_function' {here} is a function without a method `build`; register .*{result}"
+    expected = rf"'by_function' {here} is a function without a method `\w+`; register .*{result}"
     with pytest.raises(UserError, match=expected):
         registry.register("by_function")(of_any_channels)
     assert "by_function" not in registry

@@ -48,9 +48,10 @@ def check_image(transform: Any, image: Any, channels: int) -> None:
     is_bytes = isinstance(image, np.ndarray) and image.dtype == np.uint8
     if is_bytes and image.ndim == 3 and image.shape[2] == channels and image.size:
         return
+    name = getattr(transform, "__name__", type(transform).__name__)  # of a function, or a class
     raise UserError(
-        f"{source_of(type(transform))}: the transform {type(transform).__name__} returned "
-        f"{describe(image)}; an array (H, W, {channels}) of bytes (uint8) is expected"
+        f"{source_of(transform)}: the transform {name} returned {describe(image)}; an array "
+        f"(H, W, {channels}) of bytes (uint8) is expected"
     )
 
 
