@@ -299,7 +299,7 @@ def call_hooks(calls: Mapping[str, Iterable[Any]], point: str, task: Task) -> No
         UserError: If there is no such point, or a hook has raised StopIteration, which would end
             the phase.
     """
-    if point not in POINTS:
+    if point not in calls and point not in POINTS:
         check_known(point, POINTS, f"{calling_place()}: run_hooks: no hook point {point!r}")
     for call in calls.get(point, ()):
         try:

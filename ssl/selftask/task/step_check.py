@@ -15,15 +15,17 @@ from selftask.optim.loss_scaler import LossScaler
 
 log = get_logger(__name__)
 
+_CHECKED = 20  # steps
 STEP_POINTS = ("on_forward", "on_loss_and_meter", "on_backward", "on_update")
 _READ = "batch = task.last_batch = next(task.batches)"
 
 
 class StepCheck:
-    """Check of what a train step does, at its hook points and at its end.
+    """Check of what a train step does in its first steps, at its hook points and at its end.
 
     Epochs, schedules and resuming depend on the counted batches, so a wrong number is an error.
-    What a step may leave out on purpose is a warning, once in a run.
+    What a step may leave out on purpose is a warning, once in a run. A step that keeps the rules at
+    first keeps them later, so that the check costs no time then.
 
     Args:
         task: The task, with its optimizers and loss scaler.
@@ -35,6 +37,7 @@ class StepCheck:
         self.skips_updates = isinstance(task.grad_scaler, LossScaler)  # after an overflow
         # A weak reference to the batches whose reads are counted: workers end with their iterator.
         self.counted: Callable[[], Iterator[Batch] | None] = lambda: None
+        self.remaining = _CHECKED  # steps to check
         self.has_warned = False
         task.optimizer.optimizer.register_step_post_hook(self._count_update)
         for other in task.optimizers.values():
@@ -48,6 +51,8 @@ class StepCheck:
 
     def begin(self, task: Task) -> None:
         """Begin a train step, which reads ``task.batches``."""
+        if not self.remaining:
+            return
         self.updates = self.other_updates = self.reads = self.reductions = 0
         self.points.clear()
         self.before, self.batches_left = (task.steps_done, task.clock.batch), task.batches_left
@@ -62,6 +67,8 @@ class StepCheck:
 
     def at(self, point: str, task: Task) -> None:
         """Raise UserError if the hooks at ``point`` would not find batch or loss."""
+        if not self.remaining or point not in STEP_POINTS:
+            return
         self.points.add(point)
         batch = getattr(task, "last_batch", None)
         if batch is None:
@@ -78,6 +85,9 @@ class StepCheck:
         Raises:
             UserError: If they differ, or are not ``train.accumulate`` for each counted step.
         """
+        if not self.remaining:
+            return
+        self.remaining -= 1
         steps, batches = task.steps_done - self.before[0], task.clock.batch - self.before[1]
         if not self.reads:
             raise UserError(f"{_subject(task)} has read no batch; write {_READ}")

@@ -45,7 +45,7 @@ from selftask.task.frozen import FrozenParameters
 from selftask.task.rank_agreement import open_same_data
 from selftask.task.recorder import Recorder
 from selftask.task.scoring import log_meters, score, update_meters
-from selftask.task.step_check import STEP_POINTS, StepCheck
+from selftask.task.step_check import StepCheck
 
 log = get_logger(__name__)
 
@@ -233,8 +233,7 @@ class Task(Recorder, ClassyTaskNames):
 
     def run_hooks(self, point: str) -> None:  # type: ignore[override]
         """Call every hook that defines ``point``, the method first."""
-        if point in STEP_POINTS:
-            self.step_check.at(point, self)
+        self.step_check.at(point, self)
         build.call_hooks(self.calls, point, self)
 
     def add_hook(self, hook: Any, name: str | None = None) -> None:
