@@ -49,6 +49,10 @@ class Learner(nn.Module):
         channels: Number of channels of the images.
         seed: Seed of masks and other random draws of the method.
         **options: Options of the method.
+
+    Raises:
+        UserError: If the method or an option is unknown, the backbone does not fit the method, or
+            the method acts before each epoch, such as ``deepcluster``; use ``selftask.train``.
     """
 
     def __init__(

@@ -144,7 +144,10 @@ def _report_labels(
 
 
 def check_test_set(names: Iterable[str]) -> None:
-    """Raise UserError if an evaluation that learns from labels has no separate test set."""
+    """Raise UserError if an evaluation needs a separate test set; called if there is none.
+
+    Only ``knn`` (leave-one-out) and ``clusters`` need none.
+    """
     if {*names} - {"knn", "clusters"}:
         raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
 

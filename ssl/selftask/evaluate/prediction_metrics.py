@@ -121,7 +121,9 @@ def class_table(predictions: Predictions) -> list[dict[str, Any]]:
 
 
 def confusion(predictions: Predictions) -> np.ndarray:
-    """Return the number of images by label (rows) and predicted class (columns): (C, C) int64.
+    """Return the confusion matrix (C, C), int64: rows are labels, columns are predicted classes.
+
+    Images without a label do not count.
 
     Raises:
         UserError: If images have several labels.

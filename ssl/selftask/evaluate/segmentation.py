@@ -51,7 +51,11 @@ class SegmentationOptions(HeadOptions):
 @register_evaluation("segmentation")
 @dataclass(frozen=True, kw_only=True)
 class Segmentation(SegmentationOptions):
-    """Semantic segmentation from patch features: segmentation_knn_miou, ..."""
+    """Semantic segmentation from frozen patch features, by k-NN and by a linear head.
+
+    For each head: mIoU (``segmentation_knn_miou``, ``segmentation_linear_miou``), pixel accuracy
+    (``_accuracy``) and mean class accuracy (``_class_accuracy``).
+    """
 
     needs_labels: ClassVar[bool] = False
     takes_backbone: ClassVar[bool] = True

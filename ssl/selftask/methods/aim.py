@@ -64,7 +64,7 @@ class AIM(MaskedPatches):
         """Number of residual blocks of the head."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the network with MAE's initial weights; a loaded backbone keeps its own."""
+        """Build the network, initialized as in MAE; a loaded backbone keeps its weights."""
         config = self.config
         self.patch_size = adapter_of(backbone).patch_size[0]
         head = ResidualMLP(

@@ -203,7 +203,9 @@ def soft_encoding(colors: Tensor, bins: Tensor) -> SoftColors:
 
 
 def rebalancing(probs: Tensor, uniform_share: float) -> Tensor:
-    """Return the weights (Q,) of bins, with a mean over the colors of 1 (eq. 4).
+    """Return the class-rebalancing weights of the bins (Q,), eq. 4.
+
+    Their expected value under ``probs`` is 1.
 
     Args:
         probs: (Q,), the distribution of colors, smoothed.

@@ -49,7 +49,7 @@ class CrossMAE(MAE):
         """Number of blocks of the decoder."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the network with MAE's initial weights and fixed positions.
+        """Build the network, initialized as in MAE, with fixed positions.
 
         A loaded backbone keeps its own.
         """

@@ -71,7 +71,7 @@ class MixMIM(KeptPatches):
         """Whether each target square is normalized to mean 0 and variance 1."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build backbone and decoder with MAE's initial weights; a loaded backbone keeps its own.
+        """Build backbone and decoder, initialized as in MAE; a loaded backbone keeps its weights.
 
         Raises UserError if a rank has an odd number of images.
         """

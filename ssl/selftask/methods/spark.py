@@ -183,15 +183,17 @@ class SparseNetwork(Network):
 
 
 def standardize(images: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Standardize each patch by its mean and unbiased deviation, over pixels and channels.
+    """Standardize each patch by its mean and standard deviation, over pixels and channels.
+
+    The variance is unbiased (N - 1 in the denominator), and 1e-6 is added to it.
 
     Args:
         images: (B, C, H, W).
         hidden: (B, h, w); its shape divides the image into patches.
 
     Returns:
-        Standardized images (B, C, H, W), and the mean and the deviation of the patch of each pixel,
-        (B, 1, H, W) each.
+        Standardized images (B, C, H, W), and the mean and standard deviation of the patch of each
+        pixel, (B, 1, H, W) each.
     """
     patches = _patches(images, hidden)
     variance, mean = torch.var_mean(patches, dim=(1, 3, 5), keepdim=True)

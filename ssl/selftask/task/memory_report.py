@@ -101,7 +101,10 @@ def budget_bytes(task: Task, fixed: int) -> int | None:
 
 
 def nearest_size(fits: int, world: int) -> int:
-    """Return the global batch size for ``fits`` samples a rank, rounded down to multiples of 8."""
+    """Return the global batch size if ``fits`` samples fit on each of ``world`` ranks.
+
+    The number of samples per rank is rounded down to a multiple of 8 if there are at least 8.
+    """
     return world * (fits - fits % 8 if fits >= 8 else fits)
 
 

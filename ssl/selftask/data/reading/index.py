@@ -192,7 +192,8 @@ def only_one(file: Path) -> Iterator[bool]:
     network file systems) or is read-only, all processes get True.
 
     Yields:
-        True if this process should make the file; False if another one did while it waited.
+        True if no other process held the lock. False if this process had to wait: the file may be
+        there now, or the other process may have failed.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -242,7 +242,7 @@ class KeptPatches(MaskedPatches):
                 )
 
     def build_kept(self, backbone: nn.Module, task: Task, num_out: int) -> KeptNetwork:
-        """Return encoder and decoder with MAE's initial weights; ``num_out`` outputs per patch."""
+        """Return encoder and decoder, initialized as in MAE; ``num_out`` outputs per patch."""
         self.num_kept(adapter_of(backbone).built_grid)
         return build_kept_network(backbone, task, num_out=num_out, **self.config.decoder_sizes)
 

@@ -101,7 +101,9 @@ class MomentumContrast(MomentumKeys):
             self.enqueue(*item)
 
     def enqueue(self, *keys: Tensor) -> None:
-        """Enqueue an item of ``pending``.
+        """Replace the oldest keys of each queue by those of one batch, gathered from all ranks.
+
+        Every rank must call this method.
 
         Args:
             keys: A tensor for each of ``queues()``: (B, D), or (B, V, D) if its entries are (V, D).

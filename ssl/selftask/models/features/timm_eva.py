@@ -12,7 +12,10 @@ from selftask.models.features.tokens import Grid, Request
 
 
 class TimmEva(TimmViT):
-    """Adapter that rotates the kept patches of each image by their own positions."""
+    """Adapter of timm's Eva, which has rotary position embeddings (RoPE).
+
+    If only some patches are encoded, each keeps the embedding of its own position.
+    """
 
     library_class = "Eva"
 

@@ -45,7 +45,8 @@ class Scores:
         temperature: Temperature of the softmax, or epsilon of Sinkhorn-Knopp.
         targets: How the method turns scores into probabilities.
         center: (K,), subtracted from the scores for ``centering``.
-        power: Exponent of the shares of prototypes for ``sinkhorn``.
+        power: For ``sinkhorn``: prototype k gets a share proportional to k ** -power; 0: equal
+            shares.
         patches: Scores of a head for patches: tokens (M, E) -> scores (M, K).
     """
 
@@ -91,7 +92,7 @@ def open_features(module: FrozenModule, channels: int = 3) -> TrainedNetwork:
         channels: Number of channels of the images, for your own class.
 
     Raises:
-        UserError: If something is missing or does not match.
+        UserError: If the model or its weights are missing, or the weights do not fit the model.
     """
     transforms: list[dict[str, Any]] = []
     if module.is_code:

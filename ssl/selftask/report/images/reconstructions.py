@@ -57,7 +57,8 @@ def reconstructions_of(config: Config, sources: Sources, checkpoint: Path) -> Se
 def visualize(task: Task, sources: Sources) -> tuple[dict[str, np.ndarray], list[str]]:
     """Return the images of ``Method.visualize`` by name, and the names of the B samples.
 
-    Images are uint8 (B, H, W, C). The task does not change, except for ``last_batch``.
+    Images are uint8 (B, H, W, C). ``last_batch`` of the task is replaced, and ``on_forward`` may
+    record statistics: use a task that is not trained further.
     """
     batch = first_batch(task.config, sources, NUM_IMAGES)
     batch.views = {name: [v.to(task.device) for v in group] for name, group in batch.views.items()}
