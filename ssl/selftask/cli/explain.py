@@ -49,9 +49,9 @@ def explanations(word: str, width: int = 100) -> Iterator[str]:
     if inside:
         yield "\n".join(_key(entry, width, owners) for entry, owners in _distinct(inside))
     name = word.removeprefix("eval.")  # as in eval.evaluations.knn
-    for entry in entries:
-        if name in (entry.name, f"{entry.kind}.{entry.name}"):
-            yield _named(entry, width)
+    for named in entries:
+        if name in (named.name, f"{named.kind}.{named.name}"):
+            yield _named(named, width)
     for name, facts, text in _records():
         if word in (name, name.rstrip("/")):
             yield _text(name, facts, text, width)
