@@ -157,7 +157,7 @@ def test_killed_rank(folder: Path, undisturbed: dict[str, Any]) -> None:
     run.wait_for_step(4)
     run.kill(0)
     run.wait_for_attempt(1)
-    dead = r"rank 0 (on n1 was killed|\(pid \d+ on n1\) is dead: killed from outside)"
+    dead = r"rank 0 (on n1 was killed|\(pid \d+ on \S+\) is dead: killed from outside)"
     assert re.search(dead, run.log)
     assert "2 of 3 requeues left" in run.log
     run.at_full_speed()
