@@ -259,7 +259,10 @@ def test_whoever_calls_by_address_is_known_to_trust() -> None:
         *("models/backbones/libraries.py", "data/sources/dataset_objects.py"),
         "data/transforms/custom.py",
     }
-    assert callers == {*named_custom, "config/plugin_files.py"}  # which finds what a run trains
+    assert callers == {
+        *named_custom,
+        "config/extensions/plugin_files.py",
+    }  # which finds what a run trains
     for values in (IN_CONFIG["backbone"], IN_CONFIG["data"], IN_CONFIG["data.val"]):
         assert [address for _, address in trust.code_in(values)] == ["os:mkdir"]
 

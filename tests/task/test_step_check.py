@@ -67,7 +67,7 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(tmp_path: Path) -> None:
     task = tiny.task("simclr", tmp_path)
     task.train_step_function = ends
     line = ends.__code__.co_firstlineno
-    place = rf"test_train_step.py:{line}\): the phase ended at batch 0 of 5"
+    place = rf"test_step_check.py:{line}\): the phase ended at batch 0 of 5"
     with pytest.raises(UserError, match=place):
         train_loop(task)
 
@@ -77,7 +77,7 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(tmp_path: Path) -> None:
     task = tiny.task("simclr", tmp_path, "hook")
     task.add_hook(function_hook(on_step=stops))
     line = stops.__code__.co_firstlineno
-    match = rf"test_train_step.py:{line}: a hook has raised StopIteration at on_step; to end the ru"
+    match = rf"test_step_check.py:{line}: a hook has raised StopIteration at on_step; to end the ru"
     with pytest.raises(UserError, match=match):
         train_loop(task)
 
@@ -205,7 +205,7 @@ def test_a_hook_that_takes_other_arguments_is_named(tmp_path: Path) -> None:
     task = tiny.task("simclr", tmp_path)
     task.add_hook(Takes())
     match = (
-        r"test_train_step.py:\d+: the hook point on_step is called with \(task\), and takes \(\)"
+        r"test_step_check.py:\d+: the hook point on_step is called with \(task\), and takes \(\)"
     )
     with pytest.raises(UserError, match=match):
         train_loop(task)
@@ -221,6 +221,6 @@ def test_a_hook_that_takes_other_arguments_is_named(tmp_path: Path) -> None:
 def test_a_wrapper_that_returns_nothing_is_named(point: str, message: str, tmp_path: Path) -> None:
     task = tiny.task("simclr", tmp_path)
     task.add_hook(type("Wraps", (Hook,), {point: lambda self, task, wrapped: None})())
-    with pytest.raises(UserError, match=r"test_train_step.py:\d+: ") as raised:
+    with pytest.raises(UserError, match=r"test_step_check.py:\d+: ") as raised:
         train_loop(task)
     assert message in str(raised.value)

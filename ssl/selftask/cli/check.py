@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 def _check_all(settings: list[str], ranks: list[int], steps: int) -> int:
     """Check every registered method, including those of the user's modules."""
-    from selftask.config.extensions import import_entry_points
+    from selftask.config.extensions.imports import import_entry_points
 
     import_entry_points()
     if settings:

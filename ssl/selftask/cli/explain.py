@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     if not argv:
         print(USAGE)
         return 2
-    from selftask.config.extensions import import_entry_points
+    from selftask.config.extensions.imports import import_entry_points
 
     import_entry_points()
     width = shutil.get_terminal_size((100, 24)).columns

@@ -26,7 +26,7 @@ from selftask.config.compose.overrides import (
 from selftask.config.compose.provenance import drop_replaced
 from selftask.config.compose.recipe_files import compose_recipe
 from selftask.config.compose.resolve import complete, resolve
-from selftask.config.extensions import import_listed
+from selftask.config.extensions.imports import import_listed
 from selftask.config.schema import Config
 from selftask.config.schema_reader import read_config
 from selftask.config.trust import code_in, refuse_code

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selftask.config.extensions import source_of
+from selftask.config.extensions.user_code import source_of
 from selftask.config.schema import Component
 from selftask.data.labels import check_labels
 from selftask.data.source import Source

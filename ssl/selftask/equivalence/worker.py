@@ -16,12 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from selftask.config.extensions import (
-    import_entry_points,
-    import_extensions,
-    place_of,
-    user_frames,
-)
+from selftask.config.extensions.imports import import_entry_points, import_extensions
+from selftask.config.extensions.user_code import place_of, user_frames
 from selftask.config.schema import Config
 from selftask.equivalence.trace import RecordedTask, batch_norm_replaced
 from selftask.errors import UserError, message_of

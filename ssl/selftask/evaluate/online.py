@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from selftask.config.checks.requirements import label_free, takes_backbone
-from selftask.config.extensions import check_takes
+from selftask.config.extensions.user_code import check_takes
 from selftask.config.schema import Component, Config, EvalConfig
 from selftask.data.labels import is_labeled
 from selftask.data.loading.open_data import Sources

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from selftask.batch import Batch, Loss
-from selftask.config.extensions import source_of
+from selftask.config.extensions.user_code import source_of
 from selftask.config.schema import Component
 from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed import accelerator

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.config.checks import grid, requirements
-from selftask.config.extensions import module_initialized
+from selftask.config.extensions.user_code import module_initialized
 from selftask.config.library_names import LIBRARIES
 from selftask.config.schema import Component, Config
 from selftask.errors import ConfigError, UserError

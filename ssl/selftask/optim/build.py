@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from selftask import classy
 from selftask.classy import ClassyOptimizer, UpdateInterval
-from selftask.config.extensions import check_takes, source_of
+from selftask.config.extensions.user_code import check_takes, source_of
 from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.config.schema.optimizer import GroupRule

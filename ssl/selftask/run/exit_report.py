@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from selftask.config.compose.provenance import show_path
-from selftask.config.extensions import is_users, place_of, user_frames
+from selftask.config.extensions.user_code import is_users, place_of, user_frames
 from selftask.errors import RunError, UserError, masked, message_of
 from selftask.logs import LOGGER
 from selftask.logs.events import add_event

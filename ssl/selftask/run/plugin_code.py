@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from selftask.config.plugin_files import plugin_files
+from selftask.config.extensions.plugin_files import plugin_files
 from selftask.config.schema import Config
 from selftask.logs import get_logger
 

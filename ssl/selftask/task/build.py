@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from selftask import classy
-from selftask.config.extensions import calling_place, check_takes, source_of
+from selftask.config.extensions.user_code import calling_place, check_takes, source_of
 from selftask.config.keys import dotted
 from selftask.config.schema import Component, OptimizerConfig
 from selftask.distributed.collectives import world_size

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from selftask.config.extensions import check_takes, module_initialized, source_of
+from selftask.config.extensions.user_code import check_takes, module_initialized, source_of
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.hooks.base import Task

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from selftask.config.extensions.plugin_files import plugin_files
 from selftask.config.keys import PATH_FIELDS, Key, dotted
-from selftask.config.plugin_files import plugin_files
 from selftask.config.schema import Config
 from selftask.data.fingerprint import check_same_on_all_ranks
 from selftask.data.loading.open_data import Sources, open_data

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from selftask.batch import Batch
-from selftask.config.extensions import source_of
+from selftask.config.extensions.user_code import source_of
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.errors import UserError
 from selftask.hooks.base import Task

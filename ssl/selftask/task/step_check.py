@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from selftask.batch import Batch
-from selftask.config.extensions import source_of
+from selftask.config.extensions.user_code import source_of
 from selftask.errors import UserError
 from selftask.hooks.base import Task
 from selftask.logs import get_logger

@@ -17,7 +17,7 @@ from selftask.checkpoint import manifest, rotation, store
 from selftask.checkpoint.nested import check_plain
 from selftask.checkpoint.writer import CheckpointWriter
 from selftask.config.checks.locations import asked_checkpoint, uses_newest
-from selftask.config.extensions import source_of
+from selftask.config.extensions.user_code import source_of
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.config.values.budget import show_bytes

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from selftask.config.compose.provenance import Layer, Layers
 from selftask.config.compose.short_forms import expand
-from selftask.config.extensions import import_entry_points, import_extensions
+from selftask.config.extensions.imports import import_entry_points, import_extensions
 from selftask.config.keys import Key, is_path
 from selftask.config.schema import DEFAULT_HOOKS
 from selftask.errors import UserError, nearest, shorten

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import selftask
-from selftask.config.extensions import GROUP
+from selftask.config.extensions.imports import GROUP
 from selftask.errors import ConfigError, UserError, nearest
 from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import expand_user, is_file

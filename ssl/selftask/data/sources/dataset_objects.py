@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from selftask.config.extensions import explain_failure, import_object
+from selftask.config.extensions.imports import import_object
+from selftask.config.extensions.user_code import explain_failure
 from selftask.config.fields import setting
 from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.files import BadImage, now_reading

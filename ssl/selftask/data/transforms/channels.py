@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from selftask.config.extensions import source_of
+from selftask.config.extensions.user_code import source_of
 from selftask.config.schema import Component
 from selftask.data.transforms.own import check_own
 from selftask.errors import UserError, plural

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from selftask.config.extensions import import_object
+from selftask.config.extensions.imports import import_object
 from selftask.data.transforms.channels import needs_rgb
 from selftask.data.transforms.own import describe, read_only
 from selftask.data.transforms.transform import Transform

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from selftask.config.extensions import check_takes, source_of
+from selftask.config.extensions.user_code import check_takes, source_of
 from selftask.data.transforms.transform import Transform
 from selftask.errors import UserError
 

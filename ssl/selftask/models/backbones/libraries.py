@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from selftask.config.extensions import import_object
+from selftask.config.extensions.imports import import_object
 from selftask.config.library_names import check_name
 from selftask.errors import UserError, explained
 from selftask.registry import register_backbone

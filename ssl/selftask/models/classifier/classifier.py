@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from selftask.config.extensions import check_takes, source_of
+from selftask.config.extensions.user_code import check_takes, source_of
 from selftask.errors import UserError
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import extract

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from selftask.config.extensions import source_of
+from selftask.config.extensions.user_code import source_of
 from selftask.errors import UserError
 from selftask.models.features.adapter import Adapter
 from selftask.models.features.sparse import VISIBLE, see_visible_patches

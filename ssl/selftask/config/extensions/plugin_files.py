@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from selftask.config.extensions import import_object
+from selftask.config.extensions.imports import import_object
 from selftask.config.schema import Config
 from selftask.config.trust import code_in
 

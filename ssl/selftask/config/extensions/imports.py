@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import inspect
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from selftask.config.compose.provenance import show_path
+from selftask.config.extensions.user_code import explain_failure
 from selftask.errors import ConfigError, UserError, nearest
 from selftask.files.received import TEXTS
 
@@ -110,90 +107,3 @@ def _import(name: str, origin: str, searched: str = _LOOKED) -> str | None:
             return f"{origin}: no module named {name!r} (looked in {searched})"
         return f"{origin}: {name!r} {explain_failure(error)}"
     return None
-
-
-def explain_failure(error: Exception) -> str:
-    """Format an error as ``failed at mine.py:7: KeyError: 'x'``.
-
-    The line is the last one of the traceback in the user's own code.
-    """
-    reason = " ".join(str(error).split())
-    if isinstance(error, SyntaxError):
-        where = f" at {show_path(Path(error.filename))}:{error.lineno}" if error.filename else ""
-        return f"failed{where}: {type(error).__name__}: {error.msg}"
-    frames = user_frames(error)
-    where = f" at {place_of(frames[-1])}" if frames else ""
-    return f"failed{where}: {type(error).__name__}: {reason}"
-
-
-def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the traceback entries in the user's own code, not in selftask or a library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if is_users(frame.filename)]
-
-
-def is_users(filename: str) -> bool:
-    """Return whether a file in a traceback is the user's own code, not selftask or a library."""
-    ours, standard = Path(__file__).resolve().parents[1], Path(traceback.__file__).parent
-    others = (str(ours), str(standard), "site-packages", "dist-packages", "<")
-    return not any(part in filename for part in others)
-
-
-def place_of(frame: traceback.FrameSummary) -> str:
-    """Return ``mine.py:7``."""
-    return f"{show_path(Path(frame.filename))}:{frame.lineno}"
-
-
-def calling_place() -> str:
-    """Return ``mine.py:7``, the innermost running line of the user's own code, or ``run``."""
-    frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
-    return place_of(frames[-1]) if frames else "run"
-
-
-@contextmanager
-def module_initialized(call: str) -> Iterator[None]:
-    """Context that explains torch's error about an assignment before ``Module.__init__``.
-
-    Args:
-        call: The call that must come first.
-    """
-    try:
-        yield
-    except AttributeError as error:
-        frames = user_frames(error)
-        if "before Module.__init__() call" not in str(error) or not frames:
-            raise
-        raise UserError(f"{place_of(frames[-1])}: call {call} first: {error}") from error
-
-
-def source_of(entry: Any) -> str:
-    """Return ``mine.py:7``, the definition of a function, class or object, or else its name."""
-    entry = inspect.unwrap(getattr(entry, "__func__", entry))
-    if not (inspect.isfunction(entry) or inspect.isclass(entry)):
-        entry = type(entry)
-    try:
-        file, (_, line) = inspect.getsourcefile(entry), inspect.getsourcelines(entry)
-    except (OSError, TypeError):  # made in a shell, or of C code
-        file = None
-    return f"{show_path(Path(file))}:{line}" if file else str(entry.__qualname__)
-
-
-def check_takes(function: Callable[..., Any], arguments: Sequence[str], subject: str) -> None:
-    """Raise UserError if a user's function cannot be called with these positional arguments.
-
-    Args:
-        function: The function or method.
-        arguments: Names of the arguments, for the message.
-        subject: What the function is, for the message.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of C code, which has no signature
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        raise UserError(
-            f"{source_of(function)}: {subject} is called with ({', '.join(arguments)}), and takes "
-            f"{signature}"
-        ) from None

@@ -1,0 +1,1 @@
+"""Users' own code: imports, files of plug-ins, and places for messages."""
