@@ -67,7 +67,8 @@ def test_trains_resumes_exports_and_evaluates(
     assert "no locks there" in said
     names = set(addresses.walk(OUT))
     steps = {f"checkpoints/step_00000000{step}" for step in (4, 5)}
-    assert {n for n in names if "step_" in n} == {s + e for s in steps for e in (".pt", ".json")}
+    saved = {name for name in names if name.startswith("checkpoints/step_")}
+    assert saved == {step + ending for step in steps for ending in (".pt", ".json")}
     files = {"config.yaml", "environment.json", "log.txt", "metrics.jsonl", "status.json"}
     assert files | {"report.html"} <= names
     assert not [name for name in names if ".tmp" in name or ".lock" in name]
