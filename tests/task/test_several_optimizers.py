@@ -94,6 +94,12 @@ def in_double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+def compute_in_double(task: Task) -> None:
+    """Convert the inputs of network and critic: errors of float32 grow in adversarial steps."""
+    for module in (task.base_model, task.loss.critic):
+        module.register_forward_pre_hook(_to_double)
+
+
 def _to_double(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     (values,) = inputs
     return ([x.double() for x in values],) if isinstance(values, list) else (values.double(),)
@@ -106,9 +112,8 @@ def test_each_is_stepped_as_by_a_plain_loop(
     parts: list[nn.Module] = []
     task = small(tmp_path)
 
-    def prepare(task: Task) -> None:  # rounding errors of float32 grow in adversarial steps
-        for module in (task.base_model, task.loss.critic):
-            module.register_forward_pre_hook(_to_double)
+    def prepare(task: Task) -> None:
+        compute_in_double(task)
         parts.extend(copy.deepcopy([task.base_model, task.loss.critic]))
 
     remember = function_hook(
@@ -160,12 +165,15 @@ def weights(rank: int, folder: Path, ranks: int) -> dict[str, Tensor]:
     if ranks > 1:  # the process group is there
         os.environ.update({name: str(number) for name, number in names.items()})
         os.environ["MASTER_ADDR"] = "localhost"
-    task = train(folder, "train.max_steps=4", "parallel.sync_batch_norm=all")
+    torch.set_default_dtype(torch.float64)
+    task = small(folder, "train.max_steps=4", "parallel.sync_batch_norm=all")
+    task.add_hook(function_hook(on_start=compute_in_double))
+    train_loop(task)
     assert len(task.last_batch.index) == 16 // ranks
     return {**task.base_model.state_dict(), **task.loss.state_dict()}
 
 
-def test_two_ranks_are_one(tmp_path: Path, forget_names: None) -> None:
+def test_two_ranks_are_one(tmp_path: Path, forget_names: None, in_double: None) -> None:
     tiny.digits_file(tmp_path)
     write_files("method-examples", tmp_path)
     first, second = run_ranks(weights, 2, tmp_path, 2)
@@ -173,7 +181,7 @@ def test_two_ranks_are_one(tmp_path: Path, forget_names: None) -> None:
     (tmp_path / "alone").mkdir()
     alone = weights(0, tmp_path / "alone", 1)
     for name, value in alone.items():
-        torch.testing.assert_close(first[name], value, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(first[name], value, rtol=1e-9, atol=1e-9)
 
 
 def test_an_overflow_of_either_abandons_the_step(tmp_path: Path, forget_names: None) -> None:

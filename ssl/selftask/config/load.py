@@ -22,6 +22,7 @@ from selftask.config.compose.overrides import (
     import_plugins,
     last_value,
     parse_overrides,
+    split_override,
 )
 from selftask.config.compose.provenance import drop_replaced
 from selftask.config.compose.recipe_files import compose_recipe
@@ -68,10 +69,10 @@ def load_config(
     values = complete(values, layers, recipe)
     if not trust:
         refuse_code(code_in(values), recipe, typed)
-    config, unreadable = read_config(values, layers)
     # A key whose override is invalid is reported for that, not as missing.
-    invalid = {text.lstrip("+").partition("=")[0] for text in overrides}
-    problems += [p for p in unreadable if p.partition(" is missing")[0] not in invalid]
+    invalid = {key for key, _ in map(split_override, overrides) if layers.place(key) is None}
+    config, unreadable = read_config(values, layers, invalid)
+    problems += unreadable
     if problems or config is None:
         raise ConfigError(problems)
     conflicts = [*contradictions(config), *component_problems(config, hooks=trust)]

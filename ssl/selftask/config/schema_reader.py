@@ -7,6 +7,7 @@ import functools
 import operator
 import os
 import typing
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 from selftask.config.checks.grid import with_image_size
@@ -38,9 +39,17 @@ SCHEMA = Schema.of(Config, without=["imports", "places", "notes"]) | Schema.of(S
 _IMPORT = Schema({"import": Config.__dataclass_fields__["imports"]}, {}, "")
 
 
-def read_config(values: dict[str, Any], layers: Layers) -> tuple[Config | None, list[str]]:
-    """Return the config and all problems; the config is None if a section cannot be read."""
-    reader = Reader(layers)
+def read_config(
+    values: dict[str, Any], layers: Layers, invalid: Collection[Key]
+) -> tuple[Config | None, list[str]]:
+    """Return the config and all problems; the config is None if a section cannot be read.
+
+    Args:
+        values: Plain values of all layers, merged.
+        layers: The layers, for the origin of each value.
+        invalid: Keys whose overrides are invalid; they are not reported as missing.
+    """
+    reader = Reader(layers, invalid)
     reader.unknown_keys(values, (), SCHEMA, _IMPORT)
     sections = reader.fields(values, SCHEMA, ())
     imports = values.get("import") or []
@@ -63,8 +72,9 @@ class Reader:
     components in it.
     """
 
-    def __init__(self, layers: Layers) -> None:
+    def __init__(self, layers: Layers, invalid: Collection[Key]) -> None:
         self.layers = layers
+        self.invalid = invalid
         self.problems: list[str] = []
         self.places: dict[str, str] = {}
 
@@ -124,7 +134,8 @@ class Reader:
                 continue
             elif value is None and ("missing" in field.metadata or not (is_set or _holds(kind))):
                 wanted = field.metadata.get("missing") or _wanted(field, kind)
-                self.problem(inner, f"{dotted(inner)} is missing: {wanted}")
+                if inner not in self.invalid:
+                    self.problem(inner, f"{dotted(inner)} is missing: {wanted}")
                 continue
             read = self._read(value, field, schema, inner)
             if read is not _WRONG:
