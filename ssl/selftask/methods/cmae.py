@@ -185,11 +185,13 @@ def of_pixels(output: PatchOutput) -> PatchOutput:
 
 @in_full_precision
 def contrast_loss(prediction: Tensor, target: Tensor, *, temperature: float) -> Tensor:
-    """Return 2 tau times the cross-entropy of predictions with their targets on all ranks.
+    """Return InfoNCE times 2 tau, a scalar.
+
+    It is the cross-entropy of each prediction with its target, among the targets of all ranks.
 
     Args:
         prediction: (B, D), not necessarily normalized.
-        target: (B, D), not necessarily normalized.
+        target: (B, D), not necessarily normalized; row b belongs to prediction b.
         temperature: tau.
     """
     queries, keys = F.normalize(prediction, dim=1), F.normalize(target, dim=1)

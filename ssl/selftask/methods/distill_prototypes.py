@@ -164,7 +164,7 @@ class DistillPrototypes(Distillation):
         return FrozenModule.of(self.config.teacher).model
 
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["targets"]`` (A, B, K), and for patches ``batch["patch_targets"]``."""
+        """Compute ``batch["targets"]`` (A, B, K) and, for M patches, ``"patch_targets"`` (M, K)."""
         batch = task.last_batch
         scores = self.teacher(batch.all_views[: self.num_seen])
         if self.config.patch_weight:

@@ -23,7 +23,7 @@ def draw_rng(seed: int, epoch: int, index: int, view: int) -> np.random.Generato
 
     Args:
         seed: Seed of the run.
-        epoch: Number of the epoch.
+        epoch: Number of the epoch; for a repeated image, the first number of its ``Batch.key``.
         index: Index of the sample.
         view: Number of the view.
     """

@@ -46,7 +46,7 @@ def update_weights(task: Task, loss: Tensor) -> None:
 
 
 def compute_gradients(task: Task, loss: Tensor) -> None:
-    """Compute the scaled gradients of a scalar loss, and average them over ranks."""
+    """Replace the gradients by those of a scalar loss, scaled and averaged over ranks."""
     task.optimizer.zero_grad()
     task.grad_scaler.scale(loss).backward()
     task.reduce_gradients()

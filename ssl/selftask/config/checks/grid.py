@@ -167,10 +167,11 @@ def resized_backbone(backbone: C, size: int) -> C:
 
 
 def resized_pipeline(transforms: list[Component], size: int) -> list[Component]:
-    """Return the transforms with an output of ``size`` pixels.
+    """Return the transforms with an output of ``size`` pixels, if their output size is known.
 
-    Earlier sizes keep their ratio to the last one. If no transform changes the size, a resize and
-    a center crop are inserted first.
+    Earlier sizes keep their ratio to the last one. If all transforms keep the size, a resize and a
+    center crop are inserted first. An empty list, and transforms whose output size is unknown (a
+    custom one may set it), are returned unchanged.
     """
     nominal = nominal_size(transforms)
     if nominal is None and transforms and all(keeps_size(t) for t in transforms):

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceBatch(RawBatch):
-    """Batch whose views are not made yet: ``views`` is a single array with all images, padded.
+    """Batch whose views are not made yet; ``views`` has one tensor instead, the canvas.
 
-    With I images per sample, this array, the canvas, has I * B rows: the first images of all
-    samples, then the second ones, and so on.
+    The canvas is uint8 (I * B, H, W, C) for I images per sample: the first images of all samples,
+    then the second ones, and so on, each in the upper left corner and padded with 0. ``views`` is
+    empty if there is no image.
     """
 
     sizes: Tensor | None = None  # (I*B, 2) float32 height and width; None: images fill the canvas

@@ -73,8 +73,8 @@ def replacement(seed: int, epoch: int, index: int, attempt: int, num_images: int
 
     Args:
         seed: Seed of the run.
-        epoch: First number of the sample's key.
-        index: Index of the unreadable image.
+        epoch: Number of the epoch; for a repeated image, the first number of its ``Batch.key``.
+        index: Index of the sample's own image, the same at every attempt.
         attempt: Number of the attempt, from 0.
         num_images: Number of images of the source.
     """

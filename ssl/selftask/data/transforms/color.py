@@ -197,7 +197,7 @@ class ContrastNoise(UniformTransform):
     """Standard deviation of the noise, on the scale [0, 1]."""
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """Return True, the factor, and the offset on the scale [0, 255]."""
+        """Return True and the pair (factor, offset), the offset on the scale [0, 255]."""
         factor, offset = uniforms
         factor = self.contrast[0] + (self.contrast[1] - self.contrast[0]) * factor
         offset = self.offset[0] + (self.offset[1] - self.offset[0]) * offset

@@ -169,7 +169,7 @@ class RandomCrop(UniformTransform):
     """Padding on each side, in pixels; 4 for CIFAR."""
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """Return True, and left and top of the crop in the padded image."""
+        """Return True and the pair (left, top) of the crop in the padded image."""
         across, down = uniforms
         room_x, room_y = (
             xp.maximum(0, side + 2 * self.padding - self.size) for side in (width, height)

@@ -54,7 +54,10 @@ class VisiblePatches:
             self._use(None, (0, 0))
 
     def again(self) -> AbstractContextManager[None]:
-        """Return a context to recompute a part of the current pass, after its end."""
+        """Return a context in which the patches of the current pass are visible once more.
+
+        Activation checkpointing recomputes a part of the pass in it, after the pass has ended.
+        """
         return nullcontext() if self.indices is None else self.only(self.indices, self.grid)
 
     def hidden(self, size: Grid) -> Tensor:

@@ -66,7 +66,7 @@ class TimmViT(Adapter):
 
     @property
     def reads_class_token(self) -> bool:
-        """Whether pooled features need only the class token of the last block."""
+        """Whether the last block may be computed for the class token only."""
         vit = self.vit
         is_token = vit.global_pool == "token" and vit.attn_pool is None
         return is_token and not vit.grad_checkpointing and _is_plain(vit.blocks[-1])

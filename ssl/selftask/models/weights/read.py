@@ -124,7 +124,7 @@ def _read_torch(path: Path) -> Any:
 
 
 def _tensors(content: Any) -> dict[str, Tensor]:
-    """Return the tensors of a file's content as a flat dict."""
+    """Return a file's tensors by name; of a checkpoint of selftask, the backbone's weights."""
     if isinstance(content, Mapping) and isinstance(
         content.get("backbone"), str
     ):  # a checkpoint of selftask
