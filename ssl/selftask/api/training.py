@@ -102,8 +102,8 @@ def create_task(
         recipe: As for ``train``. With ``batches`` it must be a method, and no recipe is read.
         batches: An iterable over the batches of an epoch, such as a DataLoader, instead of
             ``data``. Each batch is a tensor, a list of views, (views, labels) or a ``Batch``; views
-            are float (B, C, H, W). The iterable needs a length and is iterated in each epoch; its first
-            batch is also read here, to derive settings. ``set_epoch(epoch)`` of it, its
+            are float (B, C, H, W). The iterable needs a length and is iterated in each epoch; its
+            first batch is also read here, to derive settings. ``set_epoch(epoch)`` of it, its
             ``batch_sampler`` and its ``sampler`` is called if it exists, and ``seek(start)`` of it
             or else of its ``batch_sampler``.
         hooks: As for ``train``.

@@ -173,9 +173,9 @@ class DataModule:
     def iterate_all(self) -> Iterator[Batch]:
         """Yield batches of this rank's training images once, in order, with the views of epoch 0.
 
-        For methods that need the whole data set before the first step. Unreadable images are
-        skipped, so batches may be smaller. They are not replaced, since an image would then occur
-        twice.
+        For methods that need a pass over the whole data set before the first step or between
+        epochs. Unreadable images are skipped, so batches may be smaller. They are not replaced,
+        since an image would then occur twice.
         """
         self._decode_once()
         dataset = copy.copy(self.batches.dataset)

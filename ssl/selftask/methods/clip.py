@@ -144,7 +144,11 @@ class TwoTowers(Network):
         self.text_head = text_head
 
     def forward(self, pairs: tuple[Sequence[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
-        """Return embeddings (2, B, D) of one view [(B, C, H, W)], then of tokens (B, L)."""
+        """Return the embeddings of images and captions, (2, B, D).
+
+        Args:
+            pairs: A list of one view (B, C, H, W), and tokens (B, L).
+        """
         views, tokens = pairs
         return torch.cat([super().forward(views), self.text_head(self.text(tokens))[None]])
 

@@ -228,9 +228,10 @@ class DINOv3(DINOv2):
             batch["gram_patches"] = patches.flatten(2).transpose(1, 2)  # (2 * B, N, E)
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of DINOv2 and the weighted Gram term, 0 before ``gram_start``.
+        """Return the terms of DINOv2, with ``dino_local`` times ``local_weight``, and of Gram.
 
-        ``output`` is the same as for ``DINOv2``.
+        The Gram term is weighted, and 0 before ``gram_start``. ``output`` is the same as for
+        ``DINOv2``.
         """
         patches, targets = output.features.patches, batch["gram_patches"]
         if targets is None:

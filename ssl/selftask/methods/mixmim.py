@@ -98,10 +98,12 @@ class MixMIM(KeptPatches):
         return MixedNetwork(backbone, decoder)
 
     def squares(self, grid: Grid) -> Grid:
-        """Return rows and columns of squares of the total stride, for a grid of patches.
+        """Return the rows and columns of squares in an image, from those of its patches.
+
+        The side of a square is the total stride of the backbone.
 
         Raises:
-            UserError: If the images cannot be divided into such squares.
+            UserError: If the image cannot be divided into such squares.
         """
         if any(length % self.patches_per_side for length in grid):
             rows, columns = (length * self.side // self.patches_per_side for length in grid)

@@ -117,7 +117,7 @@ class PCL(MomentumContrast, EMATeacher):
         batch.input = batch.all_views[:1]
 
     def on_phase_start(self, task: Task) -> None:
-        """Cluster the memory after the warm-up, unless the run was resumed within the epoch."""
+        """Cluster the memory as each epoch starts after the warm-up; not at a resume within it."""
         if not task.train:
             return
         self.has_clusters = task.clock.epoch >= self.config.warmup_epochs

@@ -126,7 +126,7 @@ class SeLa(Method):
 def renewal_epochs(num_renewals: int, num_epochs: int) -> set[int]:
     """Return the epochs before which labels are renewed: 0, and others at growing intervals.
 
-    Renewal i of n precedes epoch (i / n)^2 * ``num_epochs``, rounded down, as published.
+    Renewal i of n, from 0, precedes epoch (i / n)^2 * ``num_epochs``, rounded down.
     """
     return {int((i / num_renewals) ** 2 * num_epochs) for i in range(num_renewals)}
 

@@ -79,7 +79,8 @@ def divide(
         matches: ``optimizers.NAME.match`` by name.
 
     Returns:
-        Parameters by name; None is the name of ``optimizer``.
+        The parameters of each section of ``optimizers`` by its name, and those of ``optimizer``
+        under None.
 
     Raises:
         UserError: If an optimizer has no parameter, or a parameter belongs to two optimizers.

@@ -50,7 +50,11 @@ class Plan:
         return self.executor.script(len(self.submissions))
 
     def submit(self) -> list[SlurmJob[Any]]:
-        """Copy the snapshot, submit the runs and record their jobs in ``out``; return the jobs."""
+        """Copy the snapshot, submit the runs and record their jobs in ``out``; return the jobs.
+
+        Raises:
+            UserError: If SLURM's programs are missing, or sbatch refuses a job.
+        """
         if self.snapshot is not None:
             self.snapshot.copy()
         handed_in = submit(self.submissions, self.executor)

@@ -80,7 +80,10 @@ class GradCache:
 
 @torch.no_grad()
 def _forward(task: Task, batch: Batch, chunks: list[slice]) -> tuple[Any, list[Any]]:
-    """Return the output of all chunks, and the state of the generators before each chunk."""
+    """Return the joined output of all chunks, and the generators' states before each.
+
+    The network's ``embedding`` becomes that of all chunks, too.
+    """
     outputs, draws = [], []
     embeddings: list[Any] = []
     for rows in chunks:

@@ -140,6 +140,8 @@ class OptimizerConfig(Section):
     def schedules(self, key: Key = ("optimizer",)) -> dict[Key, dict[str, Any]]:
         """Return the sections of all schedules by key, beginning with the learning rate.
 
+        They are for checks: a learning rate that scales with the batch is that of one sample.
+
         Args:
             key: Key of this section.
         """

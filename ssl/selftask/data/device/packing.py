@@ -63,11 +63,11 @@ class Packed:
 def pack(
     views: list[ViewParameters], steps: list[Any], view_sizes: list[tuple[int, int]]
 ) -> Packed:
-    """Concatenate the arrays of all steps; bool is kept, other types become float32.
+    """Concatenate the arrays of all transforms; bool is kept, other types become float32.
 
     Args:
         views: Sizes of the images before the transforms of each view.
-        steps: Parameters of each step: arrays by name, or the list of a user's transform.
+        steps: Parameters of each transform: arrays by name, or the list of a user's own one.
         view_sizes: Height and width of each view of the batch.
     """
     words: list[np.ndarray] = [np.zeros(0, np.float32)]

@@ -217,7 +217,8 @@ def in_equal_numbers(count: int, size: int, rank: int, world_size: int) -> list[
 
     Args:
         count: Number of images. If it is less than the number of ranks, some have no batch.
-        size: Largest number of images in a batch; 1 may become 2.
+        size: Largest number of images in a batch. If it is 1, some batches have 2, so that all
+            ranks have the same number of batches.
         rank: This rank.
         world_size: Number of ranks.
     """

@@ -209,7 +209,10 @@ def from_array(array: np.ndarray, channels: int = 3) -> np.ndarray:
 
 
 def as_pixels(image: Any, channels: int = 3) -> np.ndarray:
-    """Convert a Pillow image, an array or a torch tensor to uint8 (H, W, C).
+    """Convert a Pillow image, an array or a CPU tensor to uint8 (H, W, C).
+
+    The EXIF orientation of a Pillow image is applied. Shapes and ranges of values of arrays and
+    tensors are those of ``from_array``.
 
     Raises:
         ValueError: If it is not an image, or has another number of channels.

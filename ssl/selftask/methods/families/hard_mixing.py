@@ -41,7 +41,7 @@ class HardMixingConfig:
         return 3 * self.mix_pairs + 2 * self.mix_queries
 
     def mixing_problems(self, queue_size: int) -> Iterator[str]:
-        """Yield an error message if the queue has fewer than ``mix_hardest`` entries."""
+        """Yield an error message if negatives are mixed from more entries than the queue has."""
         if self.num_mixed and self.mix_hardest > queue_size:
             yield f"mix_hardest: {self.mix_hardest} is more than queue_size: {queue_size}"
 
