@@ -38,7 +38,7 @@ SMALLEST = {
     "threads": "--recipes simclr/digits --steps 1",
 }
 NEEDS_PEER = {"knn": "faiss", "method_step": "lightly"}
-NEEDS_DATA = {"end_to_end", "end_to_end_peers", "processes", "same_learning"}  # of images
+NEEDS_DATA = {"end_to_end", "end_to_end_peers", "processes", "same_accuracy", "same_learning"}
 
 
 def test_all_scripts_are_here() -> None:
