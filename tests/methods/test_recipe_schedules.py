@@ -69,8 +69,19 @@ def test_dinov2s_recipe_has_the_schedules_of_the_published_run() -> None:
     assert actual == pytest.approx(warm, rel=1e-12)
 
 
-@pytest.mark.parametrize("recipe", ["dinov2/vit_large_imagenet", "dinov2/vitg14_imagenet"])
-def test_dinov2s_recipes_have_the_blur_the_drop_path_and_the_heads_of_the_code(recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "layer_decay", "depth"),
+    [
+        ("dinov2/vit_large_imagenet", 0.9, 24),
+        ("dinov2/vitg14_imagenet", 1.0, 40),
+        ("dinov3/vit_large_imagenet", 0.9, 24),
+        ("dinov3/vit7b", 0.98, 40),
+        ("dinov3/vit7b_high_resolution", 0.98, 40),
+    ],
+)
+def test_dinov2s_recipes_have_the_blur_the_drop_path_and_the_heads_of_the_code(
+    recipe: str, layer_decay: float, depth: int
+) -> None:
     config = load_config(recipe, [])
     blur = [
         {t.name: t.args.get("p", 1.0) for t in view.transforms}.get("gaussian_blur", 0)
@@ -81,11 +92,8 @@ def test_dinov2s_recipes_have_the_blur_the_drop_path_and_the_heads_of_the_code(r
     assert config.method.args["norm_last_layer"] is False
     rates = {str(rule.match): rule.lr for rule in config.optimizer.groups}
     assert rates["backbone.patch_embed"] == 0.2
-    if recipe == "dinov2/vit_large_imagenet":
-        assert config.optimizer.layer_decay == 0.9
-        assert rates["mask_token"] == pytest.approx(0.9 ** (24 + 1), rel=1e-14)
-    else:
-        assert config.optimizer.layer_decay == 1.0 and "mask_token" not in rates
+    assert config.optimizer.layer_decay == layer_decay
+    assert rates.get("mask_token", 1.0) == pytest.approx(layer_decay ** (depth + 1), rel=1e-14)
 
 
 def timm_cosine(step: int) -> float:
