@@ -190,6 +190,16 @@ def test_the_predictors_learning_rate_of_simsiam_is_constant_on_cifar10() -> Non
     assert lr_at(config, (1950,), CIFAR) == [0.5]
 
 
+def test_the_transformer_of_all4one_has_a_tenth_of_the_learning_rate_on_cifar10() -> None:
+    """In solo-learn its group has an lr of 0.1, with the warm-up and cosine of the others."""
+    config, steps = load_config("all4one/resnet18_cifar10", []), (0, 1950, 100_000, 194_999)
+    (rule,) = config.optimizer.groups
+    section = config.optimizer.lr_section(256, rule.given["schedule"])
+    rates = [rule.lr * rate for rate in at_steps(section, config, steps, CIFAR)]
+    assert rates == pytest.approx([0.1 * rate for rate in lr_at(config, steps, CIFAR)], rel=1e-12)
+    assert rates[1] == pytest.approx(0.1, rel=1e-12)
+
+
 def test_data2vec_masks_120_patches() -> None:
     config = load_config("data2vec/vit_base_imagenet", [])
     method = METHODS["data2vec"](METHODS["data2vec"].Config(**config.method.args))

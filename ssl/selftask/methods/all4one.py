@@ -45,6 +45,8 @@ class All4One(ProjectorTeacher):
     * The transformer's position embeddings number the neighbors; in the authors' code, which
       exchanges the axes, they number the feature dimensions.
     * The transformer has no dropout: its draws would differ between calls of the loss.
+    * The learning rate of the transformer is constant after the warm-up; in the authors' code, and
+      in the CIFAR-10 recipe, it follows the schedule of the others.
     """
 
     paper = (
