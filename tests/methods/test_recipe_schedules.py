@@ -200,6 +200,18 @@ def test_the_transformer_of_all4one_has_a_tenth_of_the_learning_rate_on_cifar10(
     assert rates[1] == pytest.approx(0.1, rel=1e-12)
 
 
+def test_beit_has_the_crops_and_the_drop_path_of_beit_v2s_300_epochs() -> None:
+    """beit2/PRETRAINING.md; BEiT and data2vec have crops from 0.08 on."""
+    config = load_config("beit/vit_base_imagenet", [])
+    assert config.views["main"].transforms[0].args["scale"] == (0.2, 1.0)
+    assert config.backbone.args["args"]["drop_path_rate"] == 0.0
+    others = [
+        load_config(f"{name}/vit_base_imagenet", []).views["main"].transforms[1:]
+        for name in ("beit", "data2vec")
+    ]
+    assert others[0] == others[1]
+
+
 def test_data2vec_masks_120_patches() -> None:
     config = load_config("data2vec/vit_base_imagenet", [])
     method = METHODS["data2vec"](METHODS["data2vec"].Config(**config.method.args))
