@@ -130,6 +130,11 @@ def pirl(step: int) -> float:
     return cosine(0.12, 1.2e-4, step / (800 * 1251))
 
 
+def adco(step: int) -> float:
+    """--lr_final of ops/argparser.py."""
+    return cosine(0.03, 6e-4, step / (200 * 5004))
+
+
 def jigsaw(step: int) -> float:
     """jigsaw_8gpu_resnet.yaml of VISSL, between its epochs, too."""
     epoch = step / 5004
@@ -147,6 +152,7 @@ def jigsaw(step: int) -> float:
         ("msn/vit_small_imagenet", msn),
         ("data2vec/vit_base_imagenet", data2vec),
         ("pirl/resnet50_imagenet", pirl),
+        ("adco/resnet50_imagenet", adco),
     ],
 )
 def test_the_learning_rate_is_that_of_the_published_run(recipe: str, formula: Formula) -> None:
