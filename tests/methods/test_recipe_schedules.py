@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
 from selftask.config.load import load_config
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.optim.build import lr_schedule
+from selftask.optim.param_groups import assign_settings
 from selftask.optim.schedules import build_schedule
 from selftask.registry import METHODS
 
@@ -168,6 +170,22 @@ def test_pirls_learning_rate_moves_once_an_epoch() -> None:
     length = RunLength.of(config.train, IMAGENET)
     schedule = lr_schedule(config.optimizer, length, batch=config.train.batch_size)
     assert schedule.update_interval.value == "epoch"
+
+
+@pytest.mark.parametrize("recipe", ["rotation/resnet50_imagenet", "jigsaw/resnet50_imagenet"])
+def test_biases_of_linear_layers_decay_as_in_vissl(recipe: str) -> None:
+    """regularize_bias: True, regularize_bn: False."""
+    config = load_config(recipe, [])
+    length = RunLength.of(config.train, IMAGENET)
+    layers = [("network.head", nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))]
+    settings = assign_settings(layers, config.optimizer, length, {})
+    decays = {setting.parameter.name: setting.weight_decay for setting in settings}
+    assert decays == {
+        "network.head.0.weight": 1e-4,
+        "network.head.0.bias": 1e-4,
+        "network.head.1.weight": 0.0,
+        "network.head.1.bias": 0.0,
+    }
 
 
 def test_msns_weight_decay_is_the_first_four_fifths_of_a_cosine() -> None:
