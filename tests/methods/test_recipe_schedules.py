@@ -202,7 +202,8 @@ def test_the_warmup_on_cifar10_begins_at_solo_learns_rate() -> None:
         peak = config.optimizer.lr.base
         expected = [3e-5 + (peak - 3e-5) * step / 1950 for step in (0, 1, 1000)]
         assert lr_at(config, (0, 1, 1000), CIFAR) == pytest.approx(expected, rel=1e-9)
-    assert lr_at(load_config("deepcluster/resnet18_cifar10", []), (0,), CIFAR) == [0.0]
+    for recipe in ("deepcluster", "wmse"):
+        assert lr_at(load_config(f"{recipe}/resnet18_cifar10", []), (0,), CIFAR) == [0.0]
 
 
 def test_the_predictors_learning_rate_of_simsiam_is_constant_on_cifar10() -> None:
