@@ -12,6 +12,7 @@ from torch import nn
 from selftask.config.load import load_config
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
+from selftask.data.transforms.normalize import Normalize
 from selftask.optim.build import lr_schedule
 from selftask.optim.param_groups import assign_settings
 from selftask.optim.schedules import build_schedule
@@ -249,6 +250,7 @@ def test_data2vec_masks_120_patches() -> None:
     [
         ("simclr/resnet50_imagenet", [0, 0, 0], [1, 1, 1]),
         ("npid/resnet18_cifar10", [0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]),
+        ("empssl/resnet18_cifar10", [0.5, 0.5, 0.5], [0.5, 0.5, 0.5]),
     ],
 )
 def test_pixels_are_normalized_as_in_the_published_code(
@@ -258,7 +260,7 @@ def test_pixels_are_normalized_as_in_the_published_code(
     lists = [*(view.transforms for view in config.views.values()), config.eval.transforms]
     for transforms in lists:
         assert transforms[-1].name == "normalize"
-        assert (transforms[-1].args["mean"], transforms[-1].args["std"]) == (mean, std)
+        assert Normalize(**transforms[-1].args).moments() == (mean, std)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +269,11 @@ def test_pixels_are_normalized_as_in_the_published_code(
         ("rotation/resnet50_imagenet", "main", "random_resized_crop horizontal_flip"),
         ("cmae/vit_base_imagenet", "target", "random_crop color_jitter grayscale gaussian_blur"),
         ("obow/resnet50_imagenet", "teacher", "resize center_crop horizontal_flip"),
+        (
+            "empssl/resnet18_cifar10",
+            "main",
+            "random_resized_crop horizontal_flip color_jitter grayscale gaussian_blur solarize",
+        ),
         (
             "clsa/resnet50_imagenet",
             "strong",
