@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from selftask.config.load import load_config
@@ -187,6 +188,17 @@ def test_biases_of_linear_layers_decay_as_in_vissl(recipe: str) -> None:
         "network.head.1.weight": 0.0,
         "network.head.1.bias": 0.0,
     }
+
+
+def test_capis_tokens_decay_as_in_the_published_code() -> None:
+    """utils.get_params_groups has exclusions for biases, gammas and norms only."""
+    config = load_config("capi/vit_large_imagenet", [])
+    length = RunLength.of(config.train, IMAGENET)
+    layers = nn.ModuleDict({"patch_embed": nn.Linear(3, 2), "norm": nn.LayerNorm(2)})
+    layers.register_parameter("mask_token", nn.Parameter(torch.zeros(1, 1, 2)))
+    settings = assign_settings([("network.backbone", layers)], config.optimizer, length, {})
+    decays = {setting.parameter.name: setting.weight_decay for setting in settings}
+    assert decays["network.backbone.mask_token"] == 0.1
 
 
 def test_msns_weight_decay_is_the_first_four_fifths_of_a_cosine() -> None:
