@@ -42,8 +42,8 @@ class DINOv3(DINOv2):
     Loss: ``DINOv2 + w |S S' - G G'|^2`` of unit patch features S of the student and G of an earlier
     teacher (Gram).
 
-    Published: ImageNet k-NN and linear top-1 of ViT-L/16 82.0 and 83.3 after 100 epochs of ImageNet
-    alone (authors' configs).
+    Published: ImageNet k-NN and linear top-1 of ViT-L/16 82.0 and 83.5 after 100 epochs of ImageNet
+    alone (authors' README).
 
     Use it for long runs, in which dense features otherwise get worse.
 
