@@ -37,6 +37,7 @@ class HCL(BatchContrast):
     * Negatives are the images of all ranks; in the authors' code, those of one rank.
     * BatchNorm statistics are those of both views together; in the authors' code, those of each
       view.
+    * The hidden layer of the head is as wide as the backbone's features; in the authors' code, 512.
     """
 
     paper = "Robinson et al., Contrastive Learning with Hard Negative Samples, ICLR 2021"
