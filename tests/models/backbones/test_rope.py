@@ -83,6 +83,14 @@ def test_rope_is_that_of_capi() -> None:
     assert border_coordinates(16).flatten().tolist() == edge
 
 
+def test_capis_angles_are_not_rounded_by_autocast() -> None:
+    """A product in bfloat16 would change sines and cosines by up to 0.1."""
+    rope = CapiRope(64, 4, (14, 14))
+    exact = rope.get_embed()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(rope.get_embed(), exact)
+
+
 def test_capis_registers_lie_on_the_border_of_the_kept_patches() -> None:
     rope = CapiRope(16, 4, (3, 3))
     keep = torch.tensor([[4, 5, 8]])  # center, right, corner: from 0.5 to 1
