@@ -57,6 +57,18 @@ def test_orientation_is_undone(picture: Image.Image, tmp_path: Path) -> None:
         assert np.abs(upright[8::16, 8::16].astype(int) - pixels).max() <= 6, orientation
 
 
+def test_orientation_behind_long_blocks_is_undone(picture: Image.Image) -> None:
+    """Photoshop's block, which ImageMagick writes first, and those of XMP can be long."""
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    picture.save(file, "JPEG", exif=exif, quality=95, subsampling=0)
+    data = file.getvalue()
+    block = b"\xff\xed" + (50_002).to_bytes(2, "big") + bytes(50_000)
+    expected = decode_image(data, "turned.jpg")
+    assert expected.shape == (12, 8, 3)
+    assert np.array_equal(decode_image(data[:2] + 2 * block + data[2:], "long.jpg"), expected)
+
+
 def test_16_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
     deep = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
     for suffix in ("png", "tif", "pgm"):

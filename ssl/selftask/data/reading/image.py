@@ -32,7 +32,6 @@ _END = b"\xff\xd9"
 _MARKER = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")  # of a segment, or the end of the image
 _JPEG_SPACES = ("YCbCr", "RGB", "Gray")  # other color spaces are left to Pillow
 _MAY_BE_TURNED = (b"Exif\0\0", b"tiff:Orientation")  # markers of blocks that hold an orientation
-_HEAD = 65_536  # bytes searched for these markers; such a block is shorter
 
 
 def read_image(path: str) -> np.ndarray:
@@ -117,10 +116,23 @@ def _decode_jpeg(data: bytes) -> np.ndarray | None:
         pixels: np.ndarray = simplejpeg.decode_jpeg(data, "RGB")
     except ValueError:
         return None
-    if any(mark in data[:_HEAD] for mark in _MAY_BE_TURNED):
+    head = data[: _first_scan(data)]
+    if any(mark in head for mark in _MAY_BE_TURNED):
         with Image.open(io.BytesIO(data)) as image:
             pixels = upright(pixels, orientation(image))
     return pixels
+
+
+def _first_scan(data: bytes) -> int:
+    """Return the position of the first scan of a JPEG; all metadata comes before it."""
+    marker = _MARKER.search(data, 2)
+    while marker is not None and marker[0] not in (_SCAN, _END):
+        marker = _MARKER.search(data, _end_of_segment(data, marker))
+    return len(data) if marker is None else marker.start()
+
+
+def _end_of_segment(data: bytes, marker: re.Match[bytes]) -> int:
+    return marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
 
 
 def _decode_with_pillow(data: bytes) -> np.ndarray:
@@ -291,8 +303,7 @@ def _count_scans(data: bytes) -> int:
     scans, marker = 0, _MARKER.search(data, 2)
     while marker is not None and marker[0] != _END:
         scans += marker[0] == _SCAN
-        length = int.from_bytes(data[marker.end() : marker.end() + 2], "big")
-        marker = _MARKER.search(data, marker.end() + length)
+        marker = _MARKER.search(data, _end_of_segment(data, marker))
     return scans
 
 
