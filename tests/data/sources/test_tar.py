@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import multiprocessing
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,23 @@ def test_a_distant_store_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(BadImage, match=r"^x: .*flaky/x"):  # gone: not asked again
         storage.read_part("memory://flaky/x", 2, 3, "x")
     assert len(asked) == 3
+
+
+def test_a_stale_handle_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, stale = str(tmp_path / "x"), []
+    (tmp_path / "x").write_bytes(b"0123456789")
+    assert storage.read_part(path, 0, 2, "x") == b"01"
+    stale.append(storage._OPEN[path])
+    read = os.pread
+
+    def pread(handle: int, size: int, offset: int) -> bytes:
+        if storage._OPEN[path] is stale[0]:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(handle, size, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr("selftask.data.reading.files.FIRST_PAUSE_S", 0.0)
+    assert storage.read_part(path, 2, 3, "x") == b"234"
 
 
 def test_list_of_shards_keeps_its_order(shards: str, tmp_path: Path) -> None:

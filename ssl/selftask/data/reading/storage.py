@@ -73,7 +73,11 @@ def read_part(path: str, offset: int, size: int, name: str) -> bytes:
     def read(path: str) -> bytes:
         if is_remote(path):
             return addresses.read_range(path, offset, size)
-        return os.pread(_opened(path).fileno(), size, offset)
+        try:
+            return os.pread(_opened(path).fileno(), size, offset)
+        except OSError:
+            _OPEN.pop(path, None)  # a stale handle of NFS stays stale: a retry must open again
+            raise
 
     data = with_retries(read, path, name)
     if len(data) < size:
