@@ -140,6 +140,18 @@ def test_hdf5_encoded(tmp_path: Path) -> None:
         build("hdf5", path=str(tmp_path / "x.h5"), images="bad")[1]
 
 
+def test_hdf5_encoded_with_zeros_at_the_end(tmp_path: Path) -> None:
+    """NumPy drops them from an item of fixed length."""
+    h5py = pytest.importorskip("h5py")
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(file, "BMP")
+    with h5py.File(tmp_path / "x.h5", "w") as opened:
+        opened["images"] = np.array([file.getvalue()])
+    image, _ = build("hdf5", path=str(tmp_path / "x.h5"))[0]
+    assert image.shape == (4, 4, 3)
+    assert not image.any()
+
+
 def test_hdf5_damaged_chunk_and_errors(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     path = tmp_path / "x.h5"

@@ -56,6 +56,7 @@ class Hdf5(Source):
             images = _dataset(opened, self.key, self.file, "images")
             self.shape = tuple(images.shape)
             self.encoded = _is_bytes(images)
+            self.item_bytes = images.dtype.itemsize  # 8, a pointer, if lengths vary
             self._check_shape()
         if config.labels is not None:
             self._read_labels(config.labels, config)
@@ -100,7 +101,8 @@ class Hdf5(Source):
             raise IndexError(f"image {index} of {len(self)}")
         name, item = self.path(index), self._item(index)
         if self.encoded:
-            return decode(_as_bytes(item), name), self.label_of(index)
+            data = _as_bytes(item).ljust(self.item_bytes, b"\0")  # NumPy drops zeros at the end
+            return decode(data, name), self.label_of(index)
         return image_of(item, name, self.channels), self.label_of(index)
 
     def _item(self, index: int) -> Any:
