@@ -81,6 +81,20 @@ def test_concat_joins_classes_by_name(tmp_path: Path) -> None:
     assert source.labels.tolist() == [0, 1, 1, 2]
 
 
+def test_concat_keeps_names_and_numbers_of_classes_apart(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for name in ("cat", "1"):
+        (tmp_path / "a" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "a" / name / "0.png")
+    np.savez(tmp_path / "b.npz", images=np.zeros((3, 8, 8), np.uint8), labels=np.array([0, -1, 1]))
+    parts = f"{{name: folder, path: {tmp_path}/a}}, {{name: array, path: {tmp_path}/b.npz}}"
+    _, source = opened(f"data={{name: concat, sources: [{parts}]}}")
+    assert source.class_names() == ["1", "cat", "0"]
+    assert source.labels.tolist() == [0, 1, 2, -1, 0]
+    assert source.num_classes == 3
+
+
 def test_concat_refuses_in_words() -> None:
     with pytest.raises(ConfigError, match=r"weights: 1 numbers for 2 sources"):
         opened("data={name: concat, sources: [{name: digits}, {name: digits}], weights: [2]}")

@@ -24,7 +24,8 @@ class Concat(Delegating):
 
     With weights [1, 3], an epoch has each image of the first source once and each image of the
     second source three times, with different indices and independent random draws.
-    Classes of the same name are merged.
+    Classes of the same name are merged. If only some sources have names, the numbers of the others
+    count as names.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,11 @@ class Concat(Delegating):
         lengths = [len(source) * n for source, n in zip(self.sources, times, strict=True)]
         self.ends = np.cumsum(lengths)
         names = [source.class_names() for source in self.sources]
+        if any(names):  # numbers are names too: class 0 of one source is not the first of another
+            names = [
+                class_names or [str(number) for number in range(source.num_classes)]
+                for class_names, source in zip(names, self.sources, strict=True)
+            ]
         self._classes = _union(names)
         self.labels = self._labels(times, names)
 
