@@ -17,12 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from selftask.hooks.base import Hook
-from selftask.registry import register_backbone, register_hook, register_train_step
-from selftask.registry import register_transform
+from selftask.methods.simclr import SimCLR
+from selftask.registry import register_backbone, register_hook, register_method
+from selftask.registry import register_train_step, register_transform
 
 """
 NAMES_IMAGE = "; The image is .*digits.*" if sys.version_info >= (3, 11) else ""  # add_note
 HOOK = '@register_hook("own")\nclass Own(Hook):\n    def on_update(self, task): '
+METHOD = '@register_method("own")\nclass Own(SimCLR):\n    loss_reduction = "gathered"\n    '
 BACKBONE = """
 @register_backbone("own")
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,16 @@ class Own:
             BACKBONE.rstrip() + " module",
             "backbone=own",
             "the backbone returns 3 features, but its embed_dim is 7",
+        ),
+        (
+            METHOD + "def build_head(self, embed_dim): return nn.Sequential(nn.Linear(100, 8))",
+            "method.name=own",
+            r"own\.py:\d+: Own\.build_head returned a head whose first layer takes 100 .*",
+        ),
+        (
+            METHOD + "views = 'two'",
+            "method.name=own",
+            r".*own\.py:\d+: the method 'own' has views = 'two'; a number, .* is expected",
         ),
     ],
 )

@@ -124,11 +124,18 @@ class Method(nn.Module, Hook):
                 the network.
             task: The task, with its config, data and length.
         """
-        head = self.build_head(embed_dim(backbone))
+        width = embed_dim(backbone)
+        head = self.build_head(width)
+        subject = f"{source_of(self.build_head)}: {type(self).__name__}.build_head returned"
         if not isinstance(head, nn.Module):
+            raise UserError(f"{subject} {head!r}, not an nn.Module")
+        first = head
+        while type(first) is nn.Sequential and len(first):
+            first = first[0]
+        if isinstance(first, nn.Linear) and first.in_features != width:
             raise UserError(
-                f"{source_of(self.build_head)}: {type(self).__name__}.build_head returned "
-                f"{head!r}, not an nn.Module"
+                f"{subject} a head whose first layer takes {first.in_features} features, and the "
+                f"backbone has {width}; use the argument embed_dim"
             )
         return Network(backbone, head, per_view=self.per_view)
 

@@ -42,7 +42,7 @@ def requirement_problems(config: Config) -> Iterator[Problem]:
     """Yield conflicts between the config and what its method and other components declare."""
     method, needs = config.method.name, required(config.method.name)
     least = METHODS.declared(method, "min_batch_size", 1)
-    declared = METHODS.declared(method, "views", (1, None))
+    declared = _declared_views(method)
     offered = BACKBONES.declared(config.backbone.name, "offers", None)
     step, shipped = config.train.step.name, TRAIN_STEPS.is_shipped(config.train.step.name)
     if config.eval.loss and "index" in needs:
@@ -65,6 +65,20 @@ def requirement_problems(config: Config) -> Iterator[Problem]:
         yield ("train", "accumulate"), text
     if "boxes" in needs:
         yield from box_problems(method, config.views)
+
+
+def _declared_views(method: str) -> Any:
+    """Return ``Method.views`` of a method, without importing it; raise UserError if it is wrong."""
+    declared = METHODS.declared(method, "views", (1, None))
+    for numbers in declared.values() if isinstance(declared, dict) else (declared,):
+        is_pair = isinstance(numbers, tuple) and len(numbers) == 2
+        least, most = numbers if is_pair else (numbers, numbers)
+        if not (isinstance(least, int) and isinstance(most, int | None)):
+            raise UserError(
+                f"{METHODS.address(method)}: the method {method!r} has views = {numbers!r}; a "
+                "number, (smallest, largest or None), or a dict of these by group is expected"
+            )
+    return declared
 
 
 def _of_views(method: str, declared: Any, views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
