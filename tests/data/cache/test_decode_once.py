@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,31 @@ def test_a_changed_file_is_noticed(photos: Path) -> None:
     Image.new("RGB", (9, 9), "red").save(photos / "0" / "2.png")
     after = decoded(opened(photos), "disk")
     assert all_of(after) == all_of(opened(photos)) != before
+
+
+@pytest.mark.parametrize("name", ["webdataset", "concat"])
+def test_one_changed_image_in_a_tar_is_noticed(name: str, photos: Path) -> None:
+    path = photos.parent / "shard.tar"
+
+    def reopened(changed: int) -> Source:
+        with tarfile.open(path, "w") as tar:
+            for number in range(20):
+                file = io.BytesIO()
+                Image.new("RGB", (8, 8), (number, int(number == changed), 0)).save(file, "PNG")
+                member = tarfile.TarInfo(f"{number}.png")
+                member.size = len(file.getvalue())
+                file.seek(0)
+                tar.addfile(member, file)
+        os.utime(path, ns=(changed * 10**9,) * 2)
+        shards = {"name": "webdataset", "path": str(path)}
+        if name == "concat":
+            shards = {"name": name, "sources": [shards], "subset": 20}
+        kind = shards.pop("name")
+        return decoded(open_source(Component(name=kind, args=shards)), "disk")
+
+    for changed in (1, 2, 3):
+        values = [image[0, 0, 1] for image, _ in map(reopened(changed).__getitem__, range(20))]
+        assert values == [int(number == changed) for number in range(20)]
 
 
 def test_changed_labels_and_boxes_are_noticed(photos: Path) -> None:

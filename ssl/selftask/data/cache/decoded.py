@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,6 +15,8 @@ import numpy as np
 from selftask.data.reading.files import POLICY, BadImage
 from selftask.data.reading.index import Index, load, write
 from selftask.data.source import Source, Wrapped
+from selftask.data.sources.concat import Concat
+from selftask.data.staging.staged_source import InFiles
 from selftask.errors import UserError
 
 _VERSION = "2"  # of the file format; other versions are ignored
@@ -152,15 +155,17 @@ def store_name(source: Source, max_side: int | None) -> str:
     """Return the name of a source's store, which changes if files, pixels or labels change.
 
     It is a hash of the source's description, the size limits, the name of each image (with size
-    and modification time, if it is a file), what ``hash_names`` adds (such as boxes), the labels,
-    and the pixels of a few images. The pixels are included because images inside other files have
-    no modification time.
+    and modification time, if it is a file), the files that contain several images, what
+    ``hash_names`` adds (such as boxes), the labels, and the pixels of a few images. The pixels are
+    included because images of users' own sources may have no files.
     """
     number = len(source)
     parts: list[Any] = [_VERSION, type(source).__name__, source.describe(), number]
     digest = hashlib.sha256(repr([*parts, max_side, POLICY.max_pixels]).encode())
     for index in range(number):
         path = source.path(index)
+        digest.update(f"{path}\0{_stamp(path)}\0".encode("utf-8", "surrogateescape"))
+    for path in _containers(source):
         digest.update(f"{path}\0{_stamp(path)}\0".encode("utf-8", "surrogateescape"))
     source.hash_names(digest.update)
     if source.labels is not None:
@@ -173,6 +178,15 @@ def store_name(source: Source, max_side: int | None) -> str:
         else:
             digest.update(f"{image.shape} {label} {zlib.crc32(image.tobytes())}".encode())
     return digest.hexdigest()[:24]
+
+
+def _containers(source: Source) -> Iterator[str]:
+    """Yield the files that contain several images of a source, such as tar files."""
+    if isinstance(source, Wrapped | Concat):
+        for inner in source.sources if isinstance(source, Concat) else [source.source]:
+            yield from _containers(inner)
+    elif isinstance(source, InFiles):
+        yield from source.files()
 
 
 def _stamp(path: str) -> tuple[int, int] | None:
