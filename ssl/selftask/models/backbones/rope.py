@@ -15,7 +15,6 @@ from timm.layers.pos_embed_sincos import make_coords_dinov3
 from torch import Tensor, nn
 
 from selftask.errors import UserError
-from selftask.models.precision import in_full_precision
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.random.splitmix import shift_right, splitmix64
 
@@ -151,10 +150,10 @@ class CapiRope(nn.Module):
         registers = first + self.border * (last - first)  # (B, R, 2)
         return self.embed(torch.cat([registers, kept], dim=1))[:, None]
 
-    @in_full_precision
     def embed(self, coordinates: Tensor) -> Tensor:
         """Return sines and cosines, (..., 2 * D), of coordinates (..., 2)."""
-        angles = coordinates @ self.angular
+        row, column = coordinates[..., None].unbind(dim=-2)  # (..., 1)
+        angles = row * self.angular[0] + column * self.angular[1]  # autocast rounds matmul
         return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
