@@ -12,6 +12,8 @@ import torch
 
 import tiny
 from selftask.config.schema import Config
+from selftask.config.values import auto_values
+from selftask.distributed.world import World
 from selftask.task import numerics
 from selftask.task.numerics import num_threads
 
@@ -26,25 +28,44 @@ def config(folder: Path, *more: str) -> Config:
 def test_auto_on_a_cpu_does_not_depend_on_the_workers(
     cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numerics, "cores", lambda: cores)
+    give_cores(cores, monkeypatch)
     auto = config(tmp_path)
     for workers in (0, 1, cores, 8):
         chosen = replace(auto, data=replace(auto.data, num_workers=workers))
-        assert num_threads(chosen) == CORES[cores]
+        assert num_threads(chosen, World()) == CORES[cores]
     chosen = replace(auto, data=replace(auto.data, num_workers=4))
-    assert num_threads(chosen, local_size=cores) == 1
+    assert num_threads(chosen, World(local_size=cores)) == 1
     chosen = replace(auto, train=replace(auto.train, threads=5))
-    assert num_threads(chosen, local_size=2) == 5
+    assert num_threads(chosen, World(local_size=2)) == 5
 
 
 def test_auto_with_a_gpu_leaves_the_workers_their_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numerics, "cores", lambda: 16)
+    give_cores(16, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chosen = config(tmp_path, "train.device=auto", "data.num_workers=6")
-    assert num_threads(chosen) == 10
-    assert num_threads(chosen, local_size=4) == 1
+    assert num_threads(chosen, World()) == 10
+    assert num_threads(chosen, World(local_size=4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("launcher", "usable", "expected"),
+    [("slurm", 8, 6), ("slurm", 32, 6), ("slurm", 64, 6), ("slurm", 2, 1), ("torchrun", 8, 1)],
+    ids=["bound", "not bound", "whole machine", "bound to fewer", "in one task"],
+)
+def test_a_rank_bound_by_srun_uses_all_of_its_own_cores(
+    launcher: str, usable: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks on a node of which the job has 32 cores."""
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "32")
+    give_cores(usable, monkeypatch)
+    assert num_threads(config(tmp_path), World(local_size=4, launcher=launcher)) == expected
+
+
+def give_cores(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (auto_values, numerics):
+        monkeypatch.setattr(module, "cores", lambda: number)
 
 
 WHOLE, WORKERS = ("train.threads=3", "data.num_workers=0"), "data.num_workers=2"

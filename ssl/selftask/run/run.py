@@ -92,7 +92,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     in_group = dist.is_initialized()
     with (
         _alone_in_process(config.out),
-        torch_threads(num_threads(config, world.local_size)),
+        torch_threads(num_threads(config, world)),
         lasting_output(),
         locked(config.out, first=world.rank == 0, alone=world.size == 1),
         mirrored(config.out, task.out, fetched) as upload,

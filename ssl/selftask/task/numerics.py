@@ -13,9 +13,10 @@ import yaml
 from torch import nn
 
 from selftask.config.schema import Config, TrainConfig
-from selftask.config.values.auto_values import cores
+from selftask.config.values.auto_values import cores, cores_of_ranks
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.distributed.device import auto_precision, computes_in_bfloat16
+from selftask.distributed.world import World
 from selftask.errors import UserError
 from selftask.hooks.base import Task
 from selftask.models.build import build_on_meta
@@ -165,7 +166,7 @@ def describe_numerics(train: TrainConfig, device: torch.device) -> str | None:
     return f"products {products}; cuDNN's TF32 {tf32}; cudnn_benchmark {benchmark}"
 
 
-def num_threads(config: Config, local_size: int = 1) -> int:
+def num_threads(config: Config, world: World) -> int:
     """Return the number of torch's CPU threads per process.
 
     On a CPU, ``auto`` leaves a quarter of the process's cores free, at least one, for the loader:
@@ -178,12 +179,12 @@ def num_threads(config: Config, local_size: int = 1) -> int:
 
     Args:
         config: The config of the run.
-        local_size: Number of ranks on this machine.
+        world: This process; ranks of one machine share its cores.
     """
     threads = config.train.threads
     if threads != "auto":
         return int(threads)
-    share = cores() // local_size
+    share = min(cores(), cores_of_ranks(world) // world.local_size)
     if config.train.device != "cpu" and torch.accelerator.is_available():
         return max(1, share - config.data.num_workers)
     return max(1, share - max(1, share // 4))

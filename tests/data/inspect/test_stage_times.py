@@ -334,7 +334,7 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
         pop_scalars=dict,
         write_row=rows.append,
     )
-    monkeypatch.setattr(loader_check, "cores", lambda: 8)
+    monkeypatch.setattr(loader_check, "cores_of_ranks", lambda _: 8)
     hook = metrics.Metrics()
     hook.on_start(task)
     for step in range(200):

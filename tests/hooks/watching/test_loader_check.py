@@ -30,7 +30,7 @@ def lines_on_device(folder: Path, step_ms: float) -> tuple[list[str], list[str],
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch, ImaginedDevice() as device:
         patch.setattr(imagined_streams.Event, "elapsed_time", lambda *events: step_ms)
-        patch.setattr(loader_check, "cores", lambda: 1)
+        patch.setattr(loader_check, "cores_of_ranks", lambda _: 1)
         patch.setattr(loader_check.log, "warning", lambda text, *words: lines.append(text % words))
         task = tiny.task("supervised", folder, f"{step_ms}", *OPTIONS, "train.device=auto")
         waits, calls = [], []

@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from selftask.distributed.world import World
+
 _MANY = 1 << 20  # number of cores that means no limit
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -15,6 +17,15 @@ def cores() -> int:
     """Return the number of CPU cores that this process may use in its job or container."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(usable or 1, _quota()))
+
+
+def cores_of_ranks(world: World) -> int:
+    """Return the number of CPU cores that the ranks on this machine may use together.
+
+    srun may bind each rank to cores of its own, so that ``cores`` counts those of a single rank.
+    """
+    allocated = os.environ.get("SLURM_CPUS_ON_NODE", "") if world.launcher == "slurm" else ""
+    return int(allocated) if allocated.isdecimal() else cores()
 
 
 def _quota() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any, ClassVar
 
-from selftask.config.values.auto_values import cores
+from selftask.config.values.auto_values import cores_of_ranks
 from selftask.data.loading.data_stall import Cores, advice_at_start, loader_advice
 from selftask.distributed.accelerator import is_accelerator, record_event
 from selftask.hooks.base import Hook, Task
@@ -72,7 +72,8 @@ class LoaderCheck(Hook):
 
 def advice(task: Task) -> str:
     """Return advice for faster loading of the batches of a run."""
-    machine, data = Cores(cores(), task.world.local_size), task.config.data
+    machine = Cores(cores_of_ranks(task.world), task.world.local_size)
+    data = task.config.data
     recipe = task.config.out_folder / "config.yaml"  # recipe with all values set
     is_idle = is_accelerator(task.device) and data.augment_on == "cpu"
     return loader_advice(data.num_workers, machine, str(recipe), has_idle_device=is_idle)
