@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 import tiny
 from run_folders import write_run
 from selftask.cli.main import main
-from selftask.files.replace import replacing
+from selftask.files import paths
+from selftask.files.replace import replacing, write_durably
 
 KILLED = """
 import os, signal, sys
@@ -62,4 +64,19 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError):
         write(tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_named_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "config.yaml"
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError) as raised:
+        write_durably(path, "half")
+    assert paths.explain(raised.value) == f"{path}: no space left on device"
+    assert str(path) in str(raised.value)
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from selftask.distributed.local_process import is_running
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 OLD_S = 3600.0  # age at which another machine's temporary file counts as abandoned
 
 
@@ -27,8 +29,10 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+            error.filename = str(path)  # a failed write does not name its file
         raise
     _remove_abandoned(path)
 
