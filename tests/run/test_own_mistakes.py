@@ -53,6 +53,11 @@ class Own:
             r"own\.py:\d+: hooks\.own: Own must extend selftask\.hooks\.base\.Hook",
         ),
         (
+            HOOK.replace("Own(Hook):", "Own(Hook):\n    priority = 'first'") + "...",
+            "hooks.own={}",
+            r"own\.py:\d+: priority of Own is 'first'; a number is expected, such as 50, and .*",
+        ),
+        (
             '@register_train_step("own")\nclass Own: ...',
             "train.step=own",
             "train.step: the class 'own' has no method __call__",

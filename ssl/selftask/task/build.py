@@ -273,8 +273,22 @@ def meters(task: Task) -> list[Any]:
 
 
 def in_order(hooks: Iterable[Any]) -> list[Any]:
-    """Return hooks in order of priority, which is 50 for hooks of Classy Vision."""
-    return sorted(hooks, key=lambda hook: getattr(hook, "priority", 50))
+    """Return hooks in order of priority, which is 50 for hooks of Classy Vision.
+
+    Raises:
+        UserError: If a priority is not a number.
+    """
+
+    def priority(hook: Any) -> float:
+        value = getattr(hook, "priority", 50)
+        if not isinstance(value, int | float):
+            raise UserError(
+                f"{source_of(type(hook))}: priority of {type(hook).__name__} is {value!r}; a "
+                "number is expected, such as 50, and the hook with the lowest runs first"
+            )
+        return value
+
+    return sorted(hooks, key=priority)
 
 
 def calls(hooks: Iterable[Any], points: Iterable[str]) -> dict[str, list[Any]]:
