@@ -69,3 +69,16 @@ def test_a_run_ends_if_its_folder_is_removed_moved_or_begun_anew(
     with pytest.raises(RunError, match=r"run/metrics\.jsonl: was moved, removed or replaced"):
         rows.write({"step": 3})
     rows.close()
+
+
+@pytest.mark.parametrize("content", [b"garbage\n" * 99, b""], ids=["longer", "empty"])
+def test_a_run_ends_if_its_file_is_overwritten(tmp_path: Path, content: bytes) -> None:
+    """The size in its checkpoints would be that of other rows."""
+    path = tmp_path / "metrics.jsonl"
+    rows = MetricsFile(path)
+    rows.write({"step": 1})
+    path.write_bytes(content)
+    with pytest.raises(RunError, match=rf"metrics\.jsonl: has {len(content)} bytes, and this run"):
+        rows.write({"step": 2})
+    assert path.read_bytes() == content
+    rows.close()

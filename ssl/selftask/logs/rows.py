@@ -29,10 +29,11 @@ class MetricsFile:
             self._file = path.open("ab", buffering=0)  # unbuffered, so that `close` cannot fail
         except OSError as error:
             raise RunError(f"{path}: {error.strerror or error}") from error
+        self._length = self._file.tell()
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row; raise RunError if it cannot be written, such as on a full disk."""
-        self._check_place()
+        self.check_place()
         line = json_row(row).encode() + b"\n"
         try:
             written = self._file.write(line)
@@ -40,16 +41,22 @@ class MetricsFile:
             raise RunError(
                 f"{self.path}: a row could not be written: {error.strerror or error}"
             ) from error
+        self._length += written
         if written != len(line):
             raise RunError(f"{self.path}: a row was written in part only: the disk is full")
 
-    def _check_place(self) -> None:
-        """Raise RunError if the file was removed or replaced, as by a new run in the folder.
+    def check_place(self) -> None:
+        """Raise RunError if the file was removed, replaced or changed, as by a new run there.
 
         Checkpoints would be written among those of the new run. Inode numbers alone are not
         compared, since some network file systems change them.
         """
         ours = os.fstat(self._file.fileno())
+        if ours.st_size != self._length:
+            raise RunError(
+                f"{self.path}: has {ours.st_size} bytes, and this run wrote {self._length}: it was "
+                "changed meanwhile; start the same command again once nothing else writes to it"
+            )
         with suppress(FileNotFoundError, NotADirectoryError):
             there = os.stat(self.path)
             if os.path.samestat(there, ours) or there.st_size == ours.st_size:
@@ -62,7 +69,7 @@ class MetricsFile:
     @property
     def length(self) -> int:
         """Number of bytes written so far, which checkpoints save."""
-        return self._file.tell()
+        return self._length
 
     def cut(self, length: int) -> int:
         """Truncate the file to ``length`` bytes, as saved in a checkpoint.
@@ -74,7 +81,7 @@ class MetricsFile:
         """
         kept = self.path.read_bytes()[:length].rfind(b"\n") + 1
         os.truncate(self.path, kept)
-        self._file.seek(0, os.SEEK_END)
+        self._length = self._file.seek(0, os.SEEK_END)
         return length - kept
 
     def close(self) -> None:

@@ -172,6 +172,8 @@ def save(task: Task) -> None:
     last = task.clock.done or task.interrupted_by is not None
     now = (task.clock.steps_done, task.clock.phase)
     if now != task.saved:
+        if task.rows is not None:
+            task.rows.check_place()
         task.saved = now
         task.run_hooks("before_save")
         sharded = task.config.train.sharded_checkpoints
