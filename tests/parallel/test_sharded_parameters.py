@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -105,4 +106,32 @@ def test_blocks_with_batch_norm_stay_in_float32(rank_results: list[dict[str, Any
         assert result["gradients"] == result["kept"] == {torch.float32}
 
 
-ON_RANKS = (optimizers, low_precision)
+def abandoned(rank: int) -> list[list[Tensor]]:
+    """Gradients of a step of two batches before and after an abandoned one, in both precisions."""
+    results = []
+    for low in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        network = nn.Module()
+        network.blocks = nn.ModuleList([Narrow(norm=False), Narrow(norm=False)])
+        sharing = FSDPReduction(low_precision=low)
+        sharing.shard([network], ON_CPU)
+        sharing.register([*network.named_parameters()])
+        x = torch.randn(4, 6)
+        for batches in (2, 1, 2):
+            network.zero_grad()
+            for number in range(batches):
+                with nullcontext() if number else sharing.no_sync():
+                    network.blocks[1](network.blocks[0](x)).float().square().mean().backward()
+            sharing.reduce() if batches == 2 else sharing.discard()
+            if batches == 2:
+                results.append([whole(p.grad) for p in network.parameters()])
+    return results
+
+
+def test_an_abandoned_step_leaves_no_gradient(rank_results: list[dict[str, Any]]) -> None:
+    for result in (of_rank["abandoned"] for of_rank in rank_results):
+        for before, after in (result[:2], result[2:]):
+            assert all(map(torch.equal, before, after))
+
+
+ON_RANKS = (optimizers, low_precision, abandoned)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -130,6 +131,17 @@ class FSDPReduction(Reduction):
                 if count == 0:
                     parameter.grad = None  # as on one process; FSDP sets it to zero
             self._arrivals.names.clear()
+
+    def discard(self) -> None:
+        """Forget the gradients of batches under ``no_sync``, which are of whole parameters."""
+        parts = (part for part in self._network.modules() if isinstance(part, FSDPModule))
+        for state in (part._get_fsdp_state() for part in parts):
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for kept in chain.from_iterable(g.fsdp_params for g in groups if g is not None):
+                kept.unsharded_accumulated_grad = None
+                if hasattr(kept, "_unsharded_param"):  # it has been gathered once
+                    kept._unsharded_param.grad = None
+        self._arrivals.names.clear()
 
     def _find_idle(self) -> list[tuple[str, nn.Parameter]]:
         """Return and log the parameters without a gradient on any rank in the first step.

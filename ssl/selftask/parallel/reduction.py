@@ -43,6 +43,9 @@ class Reduction:
     def reduce(self) -> None:
         """Average gradients over ranks, after the backward pass."""
 
+    def discard(self) -> None:
+        """Forget gradients of an abandoned step that are kept outside of ``Parameter.grad``."""
+
     def full_state(self, state: Any) -> Any:
         """Return a nested state with full tensors on rank 0. Every rank must call this method."""
         return state

@@ -226,6 +226,8 @@ class Task(Recorder, ClassyTaskNames):
         """Discard the gradients of an abandoned step; BatchNorm's statistics may have changed."""
         for optimizer in self.all_optimizers:
             optimizer.zero_grad()
+        for reduction in self.reductions.values():
+            reduction.discard()
         self.loss.pending.clear()
         self.activations.finalize()
         self.clock.skip(self.last_batch.number + 1 - self.clock.batch)
