@@ -55,7 +55,7 @@ def written_on_two(rank: int) -> dict[str, Any]:
     first = store.load(folder / "step_000000001")
     fresh = state_of(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
     results = []
-    for breaks, step in ((FullDisk, 2), (Bug, 3)):
+    for breaks, step in ((NoRoom, 2), (FullDisk, 2), (Bug, 3)):
         with breaks(on_rank=1):
             writer.save(fresh, step)
             results.append(failure_of(writer))
@@ -100,21 +100,28 @@ def shared_folder() -> Path:
 class FullDisk:
     """Within, that rank's disk has no room for the shards."""
 
+    owner: type = FileSystemWriter
     name, error = "write_data", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def __init__(self, on_rank: int) -> None:
         self.active = dist.get_rank() == on_rank
 
     def __enter__(self) -> None:
-        self.kept = getattr(FileSystemWriter, self.name)
+        self.kept = getattr(self.owner, self.name)
         if self.active:
-            setattr(FileSystemWriter, self.name, self.fail)
+            setattr(self.owner, self.name, self.fail)
 
     def fail(self, *given: Any) -> Any:
         raise self.error
 
     def __exit__(self, *exception: object) -> None:
-        setattr(FileSystemWriter, self.name, self.kept)
+        setattr(self.owner, self.name, self.kept)
+
+
+class NoRoom(FullDisk):
+    """Within, that rank's disk has no room, which is known before a file is written."""
+
+    owner, name = CheckpointWriter, "_check_space"
 
 
 class Bug(FullDisk):
@@ -158,9 +165,11 @@ def test_two_ranks_write_one_checkpoint(rank_results: list[dict[str, Any]]) -> N
 
 def test_what_fails_on_one_rank_is_told_on_both(rank_results: list[dict[str, Any]]) -> None:
     for of_rank in rank_results:
-        no_room, bug = of_rank["written_on_two"]["told"]
-        assert "the checkpoint of step 2 could not be written" in no_room
-        assert "(No space left on device, on rank 1)" in no_room
-        assert "it continues from step_000000001" in no_room
+        *full, bug = of_rank["written_on_two"]["told"]
+        assert len(full) == 2
+        for no_room in full:
+            assert "the checkpoint of step 2 could not be written" in no_room
+            assert "(No space left on device, on rank 1)" in no_room
+            assert "it continues from step_000000001" in no_room
         assert bug == "rank 1: ZeroDivisionError: a bug"
         assert of_rank["written_on_two"]["left"] == [], "half a checkpoint is in the way"

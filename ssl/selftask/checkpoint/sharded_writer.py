@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ class ShardedWriter(CheckpointWriter):
             if is_primary():
                 rotation.discard(aside)
             raise
+
+    def _check_space(self, state: dict[str, Any]) -> None:
+        if state.keys() != {"rest", "shards"}:
+            super()._check_space(state)
+            return
+        self._on_all(partial(super()._check_space, state))
 
     def _begin(self, aside: Path) -> None:
         rotation.clear(self.folder)
