@@ -72,6 +72,13 @@ def test_early_stopping_ends_the_run_and_resumes_bit_for_bit(folder: Path) -> No
     assert tiny.differences(tiny.last_state(whole.out), tiny.last_state(parts.out)) == []
 
 
+def test_the_evaluation_after_the_last_step_stops_nothing(folder: Path) -> None:
+    """The second evaluation without a gain is the one at the end."""
+    words = (*STOP, "train.max_steps=6")
+    whole = train("simclr", folder, "at_end", *words, evaluate=lambda task: {"knn_top1": 0.5})
+    assert (whole.steps_done, whole.clock.stopped) == (6, None)
+
+
 @pytest.mark.parametrize(("mode", "target", "step"), [("max", 0.61, 6), ("min", 0.55, 2)])
 def test_a_run_that_reaches_its_target_ends(
     mode: str, target: float, step: int, folder: Path

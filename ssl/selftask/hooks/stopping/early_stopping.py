@@ -67,6 +67,8 @@ class EarlyStopping(Hook):
         return value >= self.target if self.direction == "max" else value <= self.target
 
     def _stop_if_done(self, task: Task) -> None:
+        if task.clock.done:  # the last evaluation comes after the last step
+            return
         if self._is_enough(self.best):
             task.clock.stopped = (
                 f"stopped early: {self.metric} was {self._shown()} at step {self.best_step}, "
