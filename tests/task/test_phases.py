@@ -186,6 +186,32 @@ def test_validation_loss_is_that_of_the_formula(folder: Path) -> None:
     task.close()
 
 
+def test_a_stop_in_a_test_phase_keeps_the_values_for_the_next_row(folder: Path) -> None:
+    words = (LABELED, "eval.evaluations={}", "train.epochs=2", "train.log_every=3")
+    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}"
+
+    def run(out: str, *, stops: bool) -> None:
+        def on_step(task: Task) -> None:
+            if task.phase_finished:
+                task.log("at_the_end", task.steps_done)
+            elif stops and not task.train:
+                task.interrupted_by = "a signal"
+
+        task = tiny.task("supervised", folder, out, val, *words, "train.checkpoint_every=9")
+        task.add_hook(function_hook(on_step=on_step), "own")
+        try:
+            train_loop(task)
+        except Interrupted:
+            assert stops and not task.train
+
+    run("tested", stops=False)
+    run("tested_parts", stops=True)
+    run("tested_parts", stops=False)
+    rows = tiny.rows(folder / "tested")
+    assert tiny.rows(folder / "tested_parts") == rows
+    assert [row["step"] for row in rows if "at_the_end" in row] == [6, 10]
+
+
 def test_test_phases_every_other_epoch_and_half_an_epoch(folder: Path) -> None:
     words = (LABELED, "eval.evaluations={}", "eval.test_every=2", "train.epochs=4.6")
     words += ("train.checkpoint_every='0.5 epoch'", "train.log_every=3", "hooks.clip_gradients={}")

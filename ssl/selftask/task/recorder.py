@@ -33,6 +33,7 @@ class Recorder:
     def __init__(self) -> None:
         super().__init__()
         self.scalars: dict[str, Any] = {}  # values for the next row
+        self._set_aside: list[dict[str, Any]] = []  # by ``separate_scalars``, the outermost first
         self.scope = ""  # prefix of names
         self.last_row: dict[str, Any] = {}  # the last row of metrics.jsonl
         self.history = History()
@@ -60,11 +61,17 @@ class Recorder:
 
         Used for a pass outside training, whose values form a row of their own or are discarded.
         """
-        kept, self.scalars = self.scalars, {}
+        self._set_aside.append(self.scalars)
+        self.scalars = {}
         try:
             yield
         finally:
-            self.scalars = kept
+            self.scalars = self._set_aside.pop()
+
+    @property
+    def training_scalars(self) -> dict[str, Any]:
+        """Values for the next row of training, also while they are set aside."""
+        return self._set_aside[0] if self._set_aside else self.scalars
 
     def log_image(self, name: str, image: Tensor) -> None:
         """Add an image to the next row, for writers such as ``tensorboard``.

@@ -67,7 +67,7 @@ def take(task: Task, *, full: bool = True) -> dict[str, Any]:
         "length": asdict(task.length),
         "clock": task.clock.state_dict(),
         "meters": [meter.get_classy_state() for meter in task.meters],
-        "scalars": {name: float(value) for name, value in task.scalars.items()},
+        "scalars": {name: float(value) for name, value in task.training_scalars.items()},
         "history": task.history.state_dict(),
         "rng": gather_objects(process_state.rng_state()),
         "threads": gather_objects(torch.get_num_threads()),
