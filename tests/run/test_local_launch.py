@@ -15,6 +15,7 @@ import pytest
 
 from selftask.config.load import load_config
 from selftask.errors import UserError
+from selftask.run import local_ranks
 from selftask.run.local_ranks import Ranks, own_command, start, starts_ranks
 from selftask.run.status import Status
 
@@ -63,6 +64,22 @@ def test_a_signal_while_the_ranks_start_reaches_all(monkeypatch: pytest.MonkeyPa
     ranks = Ranks([sys.executable, "-c", "import time; time.sleep(60)"], 2)
     assert ranks.wait() == 128 + signal.SIGTERM
     assert [process.returncode for process in ranks.processes] == [-signal.SIGTERM] * 2
+
+
+@pytest.mark.parametrize(("out", "has_time"), [("run", False), ("memory://run", True)])
+def test_rank_0_has_time_to_upload_its_last_checkpoint(
+    out: str, has_time: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has ended by then, with the code of a signal."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SELFTASK_CACHE", str(tmp_path))
+    monkeypatch.setattr(local_ranks, "GRACE_S", 0.2)
+    monkeypatch.setattr(local_ranks, "upload_files", lambda *_: None)
+    rank_0 = "(time.sleep(2), open('uploaded', 'w')) if os.environ['RANK'] == '0' else None"
+    code = f"import os, sys, time; {rank_0}; sys.exit(143)"
+    config = load_config("simclr", [f"out={out}", "launch.processes=2"])
+    assert start(config, [sys.executable, "-c", code]) == 143
+    assert Path("uploaded").exists() == has_time
 
 
 RECORDS = """

@@ -23,6 +23,7 @@ from selftask.config.schema import Config
 from selftask.distributed.out_of_memory import ADVICE, OutOfMemoryKills
 from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
 from selftask.errors import UserError, describe_exit
+from selftask.files.addresses import is_remote
 from selftask.logs import announce
 from selftask.logs.events import add_event
 from selftask.logs.lines import add_line
@@ -33,6 +34,7 @@ from selftask.run.status import Status
 _PR_SET_PDEATHSIG = 1  # see prctl(2)
 _ENDED_WELL = ("finished", "interrupted", "requeued")
 GRACE_S = 20.0  # after the first failure; the other ranks usually exit within seconds
+UPLOAD_S = 600.0  # the same if ``out`` is an address, to which rank 0 may upload a checkpoint
 
 
 def start(config: Config, command: list[str]) -> int:
@@ -51,7 +53,8 @@ def start(config: Config, command: list[str]) -> int:
     earlier = _saved(config)
     for attempt in range(1, attempts + 1):
         before = status.read()  # possibly from an earlier command
-        ranks = Ranks(command, config.launch.processes)
+        grace_s = UPLOAD_S if is_remote(config.out) else GRACE_S
+        ranks = Ranks(command, config.launch.processes, grace_s=grace_s)
         code = ranks.wait()
         after = status.read()
         state = after.get("state") if after != before else None
@@ -127,10 +130,17 @@ class Children:
 
 
 class Ranks(Children):
-    """The processes of a run on this machine."""
+    """The processes of a run on this machine.
 
-    def __init__(self, command: list[str], count: int) -> None:
+    Args:
+        command: Command line of a rank.
+        count: Number of ranks.
+        grace_s: Time for the other ranks to end after the first failure, in seconds.
+    """
+
+    def __init__(self, command: list[str], count: int, *, grace_s: float = GRACE_S) -> None:
         super().__init__()
+        self.grace_s = grace_s
         self.first_failed: int | None = None
         self.kills = OutOfMemoryKills()
         shared = {
@@ -146,7 +156,7 @@ class Ranks(Children):
         self.start(command, [{**os.environ, **shared, **rank} for rank in ranks])
 
     def wait(self) -> int:
-        """Wait for all ranks; kill those that are still running ``GRACE_S`` after a failure.
+        """Wait for all ranks; kill those that are still running ``grace_s`` after a failure.
 
         Returns:
             The exit code of the first rank that failed, or 0.
@@ -157,7 +167,7 @@ class Ranks(Children):
                 failed = [r for r, p in enumerate(self.processes) if p.poll() not in (None, 0)]
                 if failed and self.first_failed is None:
                     self.first_failed = failed[0]
-                    deadline = time.monotonic() + GRACE_S
+                    deadline = time.monotonic() + self.grace_s
                 if deadline is not None and time.monotonic() > deadline:
                     self.kill()
                 time.sleep(0.1)
