@@ -80,6 +80,27 @@ def test_without_chance_the_loss_or_the_evaluation_tells() -> None:
     assert "effective_rank 100 at first, now" in verdict.findings[1].text
 
 
+def test_one_evaluation_tells_nothing_about_the_features() -> None:
+    """As of a run that has not come to its second one."""
+    falling = rows(chance_ratio=None)
+    for pairs in ([(0, 0.17)], [(200, 0.7)]):
+        verdict = judge([*evaluated(*pairs), *falling], [], FINISHED)
+        assert (verdict.kind, verdict.learns) == ("good", True)
+    worse_than_chance = rows(loss=lambda w: 7 - 0.5 * w)
+    assert judge([*evaluated((0, 0.17)), *worse_than_chance], [], FINISHED).learns is None
+
+
+def test_a_small_gain_is_no_standstill() -> None:
+    """As of a released model that is adapted; the same line said that it rose."""
+    adapted = [*evaluated((0, 0.8)), *rows(chance_ratio=None), *evaluated((200, 0.83))]
+    verdict = judge(adapted, [], FINISHED)
+    assert verdict.learns is True and "knn_top1 rose to 0.83" in verdict.headline
+    still = [*evaluated((0, 0.8)), *rows(chance_ratio=None), *evaluated((200, 0.81))]
+    assert judge(still, [], FINISHED).headline.startswith("the features do not improve: knn_top1")
+    rising = [*evaluated((0, 0.8)), *rows(loss=1.0, chance_ratio=None), *evaluated((200, 0.83))]
+    assert judge(rising, [], FINISHED).learns is False, "of some hundred images, it may be noise"
+
+
 def test_noise_is_no_trend() -> None:
     noisy = rows(loss=lambda w: 6.8 + 0.1 * math.sin(1e4 * w), chance_ratio=None)
     assert "the loss stays at 6." in judge(noisy, [], FINISHED).headline

@@ -126,7 +126,7 @@ def _learning(columns: Mapping[str, Column], record: RunRecord) -> tuple[Finding
     if loss.falls and gain.known and not gain.rises:
         stays = f"the features do not improve: {_and(gain.text, loss.text)}"
         return Finding("warning", stays), False
-    if loss.falls or gain.rises:
+    if loss.falls or gain.is_clear:
         return Finding("good", f"learning: {_and(loss.text, gain.text)}"), True
     return Finding("warning", f"no sign of learning: {_and(loss.text, gain.text)}"), False
 
@@ -137,7 +137,7 @@ def _against_chance(ratio: Column, loss: Trend, gain: Trend) -> tuple[Finding, b
     facts = _and(loss.text, gain.text)
     if beats_chance(now):
         return Finding("good", f"learning: {facts}; the loss is {now:.2f} times chance"), True
-    if not beats_chance(lowest) and gain.rises:
+    if not beats_chance(lowest) and gain.is_clear:
         slow = f"slowly learning: {facts}; but the loss is still {now:.2f} times chance"
         return Finding("warning", slow), True
     if stays_at_chance(first, lowest):
@@ -202,10 +202,8 @@ class Trend:
     text: str = ""
     falls: bool = False
     rises: bool = False
-
-    @property
-    def known(self) -> bool:
-        return bool(self.text)
+    is_clear: bool = False  # whether it rises by more than noise
+    known: bool = True  # False for a column of fewer than two values
 
 
 def _fall(loss: Column) -> Trend:
@@ -226,15 +224,15 @@ def _gain(rows: Sequence[Mapping[str, Any]]) -> Trend:
     """Compare the first and the last accuracy of an evaluation."""
     accuracies = _accuracies(rows)
     if not accuracies:
-        return Trend()
+        return Trend(known=False)
     name, column = next(iter(accuracies.items()))
     first, last = column.values[0], column.values[-1]
     if len(column.values) < 2:
-        return Trend(f"{name} is {last:.3g}")
+        return Trend(f"{name} is {last:.3g}", known=False)
     gain = last - first
     words = "stays near" if abs(gain) < GAIN else "rose to" if gain > 0 else "fell to"
     text = f"{name} {words} {last:.3g}, from {first:.3g} at step {column.steps[0]:,}"
-    return Trend(text, rises=gain >= CLEAR_GAIN)
+    return Trend(text, rises=gain >= GAIN, is_clear=gain >= CLEAR_GAIN)
 
 
 def _accuracies(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
