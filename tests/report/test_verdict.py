@@ -11,7 +11,7 @@ import pytest
 from selftask.data.loading.data_stall import TOO_MUCH
 from selftask.hooks.watching.limits import COLLAPSED, MIN_RANK
 from selftask.report.record import RunRecord
-from selftask.report.time_spent import run_parts
+from selftask.report.time_spent import run_parts, step_parts
 from selftask.report.verdict import Verdict, collapse_limits, data_wait, verdict_of
 
 FINISHED = {"state": "finished", "step": 200}
@@ -200,6 +200,17 @@ def test_evaluations_are_no_training() -> None:
     parts = {"training": 200.0, "evaluations": 180.0, "start, stop, pauses": 10.0}
     assert run_parts(record) == pytest.approx(parts)
     assert data_wait(mixed) == pytest.approx(20 / 140)
+
+
+def test_parts_of_a_step_are_those_of_the_hook_timing() -> None:
+    """The time of hooks.online_probe was shown as 100 % of the step, or counted twice."""
+    timed = [{"step": 50 * n, "step_s": 0.5, "lr": 0.1, "ms_probe": 3.0} for n in (1, 2, 3)]
+    waiting = [{**row, "data_wait": 0.1} for row in timed]
+    parts = step_parts(RunRecord(Path("run"), rows=waiting))
+    assert parts == pytest.approx({"waiting for data": 0.05, "everything else": 0.45})
+    sections = [{**row, "ms_forward": 300.0, "ms_hooks": 200.0} for row in timed]
+    parts = step_parts(RunRecord(Path("run"), rows=sections))
+    assert parts == pytest.approx({"forward": 0.3, "hooks": 0.2})
 
 
 def test_headline_reports_how_the_run_ended() -> None:

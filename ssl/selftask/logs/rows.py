@@ -189,6 +189,9 @@ FILE_ONLY = {
     *("device_reserved_mb", "device_memory_now_mb", "device_reserved_now_mb", "eta_recent_s"),
 }
 
+SECTIONS = ("read", "forward", "loss", "backward", "reduce", "update", "hooks")
+"""Sections of a step that ``hooks.timing`` measures, in the columns ``ms_SECTION``."""
+
 MEASURED = (
     *("images_per_s", "data_wait", "step_s", "step_s_median", "eta_s", "eta_recent_s"),
     *("memory_mb", "device_memory_mb", "device_reserved_mb"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+from selftask.logs.rows import SECTIONS
 from selftask.report.overview.durations import show_seconds
 from selftask.report.page import Section, render
 from selftask.report.record import RunRecord
 from selftask.report.verdict import data_wait
 
-PARTS = "ms_"  # prefix of the columns of the hook `timing`
 LEAST = 0.001  # share of the time below which a part is left out
 
 
@@ -33,12 +33,12 @@ def step_parts(record: RunRecord) -> dict[str, float]:
     """
     clock, parts = record.clock, {}
     weights = {step: step - before for before, step in pairwise(clock.steps)}
-    for name, column in record.columns.items():
-        if name.startswith(PARTS):
+    for section in SECTIONS:  # `ms_probe`, of another hook, is part of `hooks`
+        if column := record.columns.get(f"ms_{section}"):
             pairs = [(weights.get(s, 0), v) for s, v in zip(column.steps, column.values)]  # noqa: B905
             total = sum(weight for weight, _ in pairs)
             if total:
-                parts[name.removeprefix(PARTS)] = sum(w * v for w, v in pairs) / total / 1e3
+                parts[section] = sum(w * v for w, v in pairs) / total / 1e3
     share = data_wait(record.rows)
     if parts or share is None or not clock.steps[-1]:
         return parts

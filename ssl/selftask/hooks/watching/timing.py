@@ -18,11 +18,10 @@ from selftask.distributed.accelerator import is_accelerator, record_event
 from selftask.errors import UserError
 from selftask.hooks.base import Hook, Task
 from selftask.logs import get_logger
+from selftask.logs.rows import SECTIONS
 from selftask.registry import register_hook
 
 log = get_logger(__name__)
-
-SECTIONS = ("read", "forward", "loss", "backward", "reduce", "update", "hooks")
 
 
 @register_hook("timing")
