@@ -88,4 +88,4 @@ def test_the_first_and_last_events_of_a_large_file(tmp_path: Path) -> None:
     actual = read_ends(path)
     steps = [row["step"] for row in actual.rows]
     assert (steps[0], steps[-1], actual.damaged) == (0, 59_999, 0)
-    assert 30_000 < len(steps) < 45_000 and actual.lines == path.stat().st_size
+    assert 30_000 < len(steps) < 45_000 and actual.lines == 60_000

@@ -30,7 +30,7 @@ _TRAINED = b'"lr": '  # in rows of training, but not in those of evaluations
 
 @dataclass(frozen=True)
 class Lines:
-    """Objects of a file, the number of damaged lines, and the file size if it was read in part."""
+    """Objects of a file, and the numbers of damaged lines and of lines if it was read in part."""
 
     rows: list[dict[str, Any]]
     damaged: int = 0  # number of lines that are not a JSON object
@@ -71,17 +71,18 @@ def read_drawn_rows(path: Path) -> Lines:
 def read_ends(path: Path) -> Lines:
     """Return the JSON objects of a file with one per line; from a large file, the first and last.
 
-    ``lines`` is the size of the file in bytes if it was read in part. See ``read_drawn_rows`` for
-    errors.
+    See ``read_drawn_rows`` for errors.
     """
     with open_regular(path) as file:
         size = _checked_size(file, path)
         if size <= WHOLE:
             return Lines(*parse_lines(file.read()))
+        count = sum(piece.count(b"\n") for piece in iter(partial(file.read, HEAD), b""))
+        file.seek(0)
         first = file.read(HEAD).rpartition(b"\n")[0]
         file.seek(size - (WHOLE - HEAD))
         last = file.read(WHOLE - HEAD).partition(b"\n")[2]
-    return Lines(*parse_lines(first + b"\n" + last), size)
+    return Lines(*parse_lines(first + b"\n" + last), count)
 
 
 def _checked_size(file: BinaryIO, path: Path) -> int:
