@@ -6,21 +6,25 @@ from pathlib import Path
 
 from selftask.files.received import open_regular
 
-_BYTES = 1 << 16  # number of bytes read from the end of a file
+TAIL = 1 << 16  # number of bytes read from the end of a file
 
 
-def last_lines(path: Path) -> list[str]:
-    """Return the lines in the last 64 kB of a file, or none for a missing file.
+def last_lines(path: Path, size: int = TAIL) -> list[str]:
+    """Return the lines in the last bytes of a file, or none for a missing file.
 
     An incomplete first line is dropped; the last line may be incomplete. Blank lines at both ends
     are removed.
+
+    Args:
+        path: The file.
+        size: Number of bytes.
 
     Raises:
         OSError: If the file cannot be read.
     """
     try:
         with open_regular(path) as file:
-            start = max(0, file.seek(0, 2) - _BYTES)
+            start = max(0, file.seek(0, 2) - size)
             file.seek(max(0, start - 1))
             data = file.read()
     except FileNotFoundError:

@@ -185,6 +185,19 @@ def test_a_row_that_is_being_written_and_a_long_file(tmp_path: Path) -> None:
     assert line.evaluations == ("knn_top1",)
 
 
+def test_an_evaluation_before_thousands_of_rows(tmp_path: Path) -> None:
+    """Its column was missing, and a run was said to hang while the next one went on."""
+    folder = write_run(tmp_path / "run", "running", steps=0, knn=None)
+    evaluation = {"step": 0, "epoch": 0.0, "knn_top1": 0.25, "eval_s": 900.0}
+    rows = [evaluation, *(row(step, 1.0) for step in range(1, 2001))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - 1000,) * 2)
+    line = read_line(folder)
+    assert line.evaluations == ("knn_top1",) and line.values["knn_top1"] == 0.25
+    assert line.state == RunRecord.read(folder).state == "running"
+
+
 def test_a_thousand_runs_within_two_seconds_and_without_torch(tmp_path: Path) -> None:
     first = write_run(tmp_path / "runs/run_0", steps=200)
     files = {path.name: path.read_bytes() for path in first.iterdir()}

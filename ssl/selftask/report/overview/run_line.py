@@ -14,12 +14,13 @@ from typing import Any
 
 from selftask.files.received import UnreadableFile, drop_misfits, open_regular, read_json
 from selftask.logs.rows import is_measured
-from selftask.logs.tails import last_line, last_lines
+from selftask.logs.tails import TAIL, last_line, last_lines
 from selftask.logs.unreadable import unreadable_sentences
 from selftask.report.overview.liveness import age, judge
 from selftask.report.record_forms import STATUS, numeric_rows, total_steps
 
 _CONFIG_BYTES = 1 << 15
+_LONG_TAIL = 1 << 20  # bytes of metrics.jsonl in which the last evaluation is looked for
 _RECIPE = re.compile(r"^recipe: (.+)$", re.MULTILINE)
 _METHOD = re.compile(r"^method:\n(?:  .*\n)*?  name: (\S+)", re.MULTILINE)
 _TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
@@ -134,12 +135,17 @@ class _Rows:
 
 
 def _newest_rows(path: Path) -> _Rows:
-    """Return the newest value of each column among the last rows."""
+    """Return the newest value of each column among the last rows, with those of an evaluation."""
+    rows = _rows_of(last_lines(path, TAIL))
+    return rows if rows.evaluations else _rows_of(last_lines(path, _LONG_TAIL))
+
+
+def _rows_of(lines: list[str]) -> _Rows:
     values: dict[str, float] = {}
     evaluations: list[str] = []
     trained: list[dict[str, float]] = []
     problem = ""
-    for text in reversed(last_lines(path)):
+    for text in reversed(lines):
         of_training = '"loss": ' in text
         if of_training and len(trained) == 2:
             continue  # parsing all rows of a thousand runs would be slow
