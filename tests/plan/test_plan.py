@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,9 @@ def test_words_of_the_plan() -> None:
     rest, given = take_assumptions(words)
     assert rest == ["train.epochs=3"]
     assert given == Assumptions(samples=1_280_000, memory=80e9, mtbf=86_400.0, price_per_hour=2.5)
-    for wrong in ("samples=many", "memory=0.5", "mtbf=24", "images_per_s=0", "price_per_hour=nan"):
+    assert take_assumptions(["images_per_s=0.4"])[1].images_per_s == 0.4, "of a slow machine"
+    wrongs = ("samples=many", "memory=0.5", "mtbf=24", "images_per_s=0", "price_per_hour=nan")
+    for wrong in (*wrongs, "classes=0.4"):
         with pytest.raises(UserError, match=f"{wrong}: expected .* such as"):
             take_assumptions([wrong])
 
@@ -213,6 +216,8 @@ def test_table_says_what_is_an_estimate(two_ranks: Plan) -> None:
     assert "plan of simclr on 2 ranks" in text
     assert "memory of a rank at the peak of a step (estimate): manual, float32" in text
     assert "128 a rank x 2 ranks = 256 samples a step" in text
+    slow = replace(two_ranks.assumptions, images_per_s=0.4)
+    assert "0.4 images a second" in "\n".join(lines(replace(two_ranks, assumptions=slow)))
 
 
 def test_data_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,9 @@ def take_assumptions(words: list[str]) -> tuple[list[str], Assumptions]:
 
 
 def _count(text: str) -> int:
-    return round(_quantity(text, _COUNT_UNITS))
+    if number := round(_quantity(text, _COUNT_UNITS)):
+        return number
+    raise ValueError(text)
 
 
 def _quantity(text: str, units: Mapping[str, float]) -> float:
@@ -96,6 +98,9 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
         "a time with its unit, such as 24h, 90min or 30d",
     ),
     "write_speed": (_bytes, "bytes a second, such as 2GB or 500MB"),
-    "images_per_s": (_count, "images a second of all ranks, such as 1200 or 12k"),
+    "images_per_s": (
+        partial(_quantity, units=_COUNT_UNITS),
+        "images a second of all ranks, such as 1200 or 12k",
+    ),
     "price_per_hour": (partial(_quantity, units={"": 1}), "a price above 0, such as 2.50"),
 }

@@ -166,11 +166,12 @@ def _time(plan: Plan) -> Rows:
     if plan.seconds is None:
         yield "unknown", "give images_per_s= of all ranks, or --measure it on this machine"
         return
-    rate = plan.assumptions.images_per_s
-    yield "throughput", f"{rate:,.0f} images a second on all ranks{_origin(plan)}"
+    rate = plan.assumptions.images_per_s or 0.0
+    digits = ",.0f" if rate >= 10 else ".2g"
+    yield "throughput", f"{rate:{digits}} images a second on all ranks{_origin(plan)}"
     yield "a step", duration(_step_seconds(plan))
     yield "the run", duration(plan.seconds)
-    of_rank = sum(plan.step.flops.values()) * (rate or 0) / plan.config.launch.world_size
+    of_rank = sum(plan.step.flops.values()) * rate / plan.config.launch.world_size
     yield "work of a rank", f"{show_count(of_rank)}FLOP/s, to compare with what the device can do"
     if plan.price is not None:
         hours = plan.seconds / 3600 * plan.config.launch.world_size
