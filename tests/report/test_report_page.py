@@ -63,6 +63,11 @@ def test_texts_of_users_are_escaped(tmp_path: Path) -> None:
     assert re.findall("<script[^>]*>", text) == ['<script type="application/json" id="charts">']
 
 
+def test_a_long_run_shows_all_digits_of_its_length(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", [], train={"max_steps": 1_250_001, "epochs": 0.5})
+    assert "0.5 epochs or 1,250,001 steps" in write_run_report(RunRecord.read(run)).read_text()
+
+
 def test_only_known_scripts_may_run() -> None:
     """The policy has the digest of each script, and no connection is allowed."""
     page = page_html("t", [Section("a", "x", "a", script="let a;"), Section("b", "", "b")])

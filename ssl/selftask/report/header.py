@@ -116,7 +116,7 @@ def _what(record: RunRecord) -> Iterable[tuple[str, str]]:
     yield "data", _data(record)
     yield "batch size", _number(record.setting("train.batch_size"))
     length = {"epochs": record.setting("train.epochs"), "steps": record.setting("train.max_steps")}
-    yield "length", " or ".join(f"{value:,g} {unit}" for unit, value in length.items() if value)
+    yield "length", " or ".join(f"{value:,.10g} {unit}" for unit, value in length.items() if value)
     yield "optimizer", _component(record.config.get("optimizer"), "lr", "weight_decay")
     yield "precision", str(record.setting("train.precision") or "")
     yield "seed", _number(record.setting("train.seed"))
