@@ -12,6 +12,7 @@ import numpy as np
 
 LEVEL = 0.95
 _RESAMPLES = 10_000
+_COUNTS = 1 << 22  # maximum number of counts in memory
 
 
 class Figure(float):
@@ -63,8 +64,8 @@ def bootstrap_interval(
 
     Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13. A resample draws N images
     with replacement. Its mean depends only on how often each distinct score is drawn. These counts
-    follow a multinomial distribution, which is sampled directly, so time and memory do not grow
-    with N.
+    follow a multinomial distribution, which is sampled directly, so time grows with the number of
+    distinct scores and not with N.
 
     Args:
         scores: (N,), or differences of the scores of two models for a paired bootstrap.
@@ -72,7 +73,9 @@ def bootstrap_interval(
         seed: Seed of the draws.
     """
     values, counts = np.unique(scores, return_counts=True)
-    drawn = np.random.default_rng(seed).multinomial(len(scores), counts / len(scores), resamples)
+    shares, rng, most = counts / len(scores), np.random.default_rng(seed), _COUNTS // len(values)
+    blocks = np.diff([*range(0, resamples, max(1, most)), resamples])  # of resamples
+    sums = [rng.multinomial(len(scores), shares, block) @ values for block in blocks]
     tail = (1 - LEVEL) / 2
-    low, high = np.quantile(drawn @ values / len(scores), (tail, 1 - tail))
+    low, high = np.quantile(np.concatenate(sums) / len(scores), (tail, 1 - tail))
     return float(low), float(high)
