@@ -82,6 +82,14 @@ def test_confusion_by_hand() -> None:
     assert actual.classes[0] == 2, "the worst class first"
 
 
+def test_classes_of_some_images_take_no_memory_for_all_others() -> None:
+    """A table of 20,000 classes took 3.2 GB, and its sums for each line minutes."""
+    few = np.array([7, 19_999, 7, 19_999] * 15)
+    directions = np.eye(2, dtype=np.float32)[(few == 7).astype(int)]
+    actual = by_class(directions, few)
+    assert actual.confusion.tolist() == [[30, 0], [0, 30]] and actual.labels.tolist() == [7, 19_999]
+
+
 def test_colors_of_patches_are_their_components() -> None:
     tokens = np.random.default_rng(3).normal(size=(4, 5, 6, 10)).astype(np.float32)
     colors = patch_colors(tokens)

@@ -21,9 +21,10 @@ _MOST_IN_MATRIX = 20  # largest number of classes in a confusion matrix
 
 @dataclass(frozen=True)
 class ByClass:
-    """Confusion matrix (C, C) of counts; rows are true classes."""
+    """Confusion matrix (C, C) of the classes in ``labels`` (C,); rows are true classes."""
 
     confusion: np.ndarray
+    labels: np.ndarray
 
     @property
     def classes(self) -> np.ndarray:
@@ -42,10 +43,10 @@ class ByClass:
         """Fraction of correct predictions for all images."""
         return float(self.confusion.trace() / max(1, self.confusion.sum()))
 
-    def mistakes(self, label: int) -> list[tuple[int, int]]:
+    def mistakes(self, number: int) -> list[tuple[int, int]]:
         """Return the wrong predictions for images of a class with counts, most frequent first."""
-        row = self.confusion[label].copy()
-        row[label] = 0
+        row = self.confusion[number].copy()
+        row[number] = 0
         order = np.argsort(-row, kind="stable")
         return [(int(other), int(row[other])) for other in order if row[other]]
 
@@ -59,14 +60,14 @@ def by_class(features: np.ndarray, labels: np.ndarray) -> ByClass:
     """
     has_label = labels >= 0
     rows = F.normalize(torch.from_numpy(features[has_label]), dim=1)
-    targets = torch.from_numpy(labels[has_label])
-    num_classes = int(targets.max()) + 1
+    present, numbers = np.unique(labels[has_label], return_inverse=True)
+    targets = torch.from_numpy(numbers)
     itself = torch.arange(len(rows))
     cosine, row = Bank(rows).nearest(rows, min(_K, len(rows) - 1), itself)
-    votes = class_votes(cosine, targets[row], num_classes, _TEMPERATURE)
-    confusion = np.zeros((num_classes, num_classes), dtype=np.int64)
-    np.add.at(confusion, (targets.numpy(), votes.argmax(dim=1).numpy()), 1)
-    return ByClass(confusion)
+    votes = class_votes(cosine, targets[row], len(present), _TEMPERATURE)
+    confusion = np.zeros((len(present), len(present)), dtype=np.int64)
+    np.add.at(confusion, (numbers, votes.argmax(dim=1).numpy()), 1)
+    return ByClass(confusion, present)
 
 
 def class_section(images: Gathered) -> Section:
