@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,18 @@ def test_classes_are_scikit_learns(given: tuple[Tensor, Tensor], tmp_path: Path)
     assert [row["name"] for row in class_table(read_predictions(tmp_path / "all.npz"))] == NAMES
 
 
+def test_the_table_of_many_classes_takes_no_confusion_matrix() -> None:
+    labels = np.array([19_999, 5, 5, -1])
+    predictions = Predictions([*"abcd"], labels, np.array([19_999, 5, 7, 7]), np.ones(4))
+    tracemalloc.start()
+    rows = class_table(predictions)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100e6, "the matrix has 3.2 GB"
+    shown = [(row["images"], row["predicted"], row["recall"]) for row in rows]
+    assert (shown[5], shown[7], shown[19_999]) == ((2, 1, 0.5), (0, 1, ""), (1, 1, 1.0))
+
+
 def test_calibration_error_is_that_of_a_loop(given: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     scores, labels = given
     known = labels >= 0
@@ -193,6 +206,10 @@ def test_figures_are_those_of_test(tmp_path: Path, capsys: pytest.CaptureFixture
         (["all.npz", "best.csv", "classes=x.csv"], "classes= and confusion= take one FILE"),
         (["empty.npz"], "empty.npz: the file is empty"),
         (["unknown.npz"], "no image has a label"),
+        (
+            ["others.npz"],
+            "others.npz: is not what `selftask test RUN predictions=FILE` writes (label",
+        ),
     ],
 )
 def test_bad_files_and_arguments_of_eval_predictions_are_refused(
@@ -208,6 +225,7 @@ def test_bad_files_and_arguments_of_eval_predictions_are_refused(
     write(Path("all.npz"), scores, labels)
     write(Path("best.csv"), scores, labels)
     write(Path("unknown.npz"), scores, torch.full_like(labels, -1))
+    np.savez("others.npz", paths=["x"], labels=[6], scores=np.zeros((1, 6), np.float32))
     Path("table.csv").write_text("path,label\nx,1\n")
     Path("table.npz").write_text("no archive")
     Path("empty.npz").touch()

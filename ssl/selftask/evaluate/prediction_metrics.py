@@ -99,11 +99,9 @@ def class_table(predictions: Predictions) -> list[dict[str, Any]]:
     labels = predictions.labels
     rows = [{"label": label, "name": name} for label, name in enumerate(_class_names(predictions))]
     if labels.ndim == 1:
-        counts = confusion(predictions)
-        right = counts.diagonal()
-        for row, hits, images, predicted in zip(
-            rows, right, counts.sum(axis=1), counts.sum(axis=0), strict=True
-        ):
+        true, best = (part[labels >= 0] for part in (labels, predictions.predicted))
+        columns = (np.bincount(x, minlength=len(rows)) for x in (true[true == best], true, best))
+        for row, hits, images, predicted in zip(rows, *columns, strict=True):
             row |= {"images": int(images), "predicted": int(predicted)}
             row |= {"recall": _share(hits, images), "precision": _share(hits, predicted)}
             row["f1"] = _share(2 * hits, images + predicted)

@@ -152,6 +152,8 @@ def _read_scores(path: Path) -> Predictions:
     shapes = scores.shape, scores.shape[:1]
     if scores.ndim != 2 or len(paths) != len(scores) or labels.shape not in shapes:
         raise ValueError(f"labels of shape {labels.shape} and scores of shape {scores.shape}")
+    if labels.ndim == 1 and labels.max(initial=-1) >= scores.shape[1]:
+        raise ValueError(f"label {labels.max()} and scores of {scores.shape[1]} classes")
     odds = np.exp(scores - scores.max(axis=1, keepdims=True), dtype=np.float64)
     odds /= odds.sum(axis=1, keepdims=True)
     best = scores.argmax(axis=1)
