@@ -151,6 +151,13 @@ def test_figures_are_those_of_the_weights_of_the_step(
     assert row["knn_top1"] == pytest.approx(expected)
 
 
+def test_messages_name_the_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not a temporary file, which is gone afterwards."""
+    assert main(["eval", "knn", f"{run}@1", "train.device=cpu"]) == 0
+    printed = capsys.readouterr().err
+    assert f"{checkpoint(run, 1)}: " in printed and "backbone.pt" not in printed
+
+
 def test_which_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def steps(**choice: Any) -> list[int]:
         given = {"checkpoints": "all", "every": 1, **choice}

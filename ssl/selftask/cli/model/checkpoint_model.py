@@ -54,4 +54,4 @@ def open_checkpoint(checkpoint: Path, overrides: list[str]) -> Frozen:
             exported = export_run(
                 run, Path(folder), trust=trust, average=Average(average), checkpoint=checkpoint
             )
-        return open_frozen(str(run), words, export=exported)
+        return open_frozen(str(run), words, export=exported, name=str(checkpoint))

@@ -70,6 +70,8 @@ def open_frozen(
     overrides: list[str],
     export: Path | None = None,
     loaded: tuple[nn.Module, dict[str, Any]] | None = None,
+    *,
+    name: str | None = None,
 ) -> Frozen:
     """Return the model at ``address``, and the images of its run or of ``overrides``.
 
@@ -81,6 +83,7 @@ def open_frozen(
             ``trust=true`` allows code that the run or file names.
         export: A ``backbone.pt`` to load in place of the run's weights.
         loaded: A backbone and its metadata; ``address`` is then a name for messages.
+        name: Name of the weights in messages; None for their path.
 
     Raises:
         UserError: If anything is missing or does not fit. Mistakes in ``overrides`` are reported
@@ -125,6 +128,7 @@ def open_frozen(
             trust=trust,
             image_size=size,
             prefix=prefix,
+            name=name,
         )
     if not has_config and facts.get("transforms"):
         shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))

@@ -41,6 +41,7 @@ def open_model(
     image_size: int | None = None,
     prefix: str | None = None,
     option: str = "prefix",
+    name: str | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the backbone at an address, in eval mode on the CPU, and its metadata.
 
@@ -55,6 +56,7 @@ def open_model(
             positions of a vision transformer are interpolated.
         prefix: Prefix of the tensors to take from a file with several networks.
         option: Name of the option that sets ``prefix``, for messages; empty if there is none.
+        name: Name of the weights of a run or file in messages; None for their path.
 
     Returns:
         The backbone, and the metadata of ``backbone.json``: architecture, channels, embed_dim,
@@ -65,7 +67,7 @@ def open_model(
         UserError: If something is missing or does not match.
     """
     facts, location = _describe(address, weights, trust, image_size)
-    library, name = split_address(address)
+    library, model = split_address(address)
     origin = location.origin if location else address
     with explained(f"{origin}: architecture: cannot be built", TypeError):
         backbone = build_backbone(Component(**facts["architecture"]), facts.get("channels", 3))
@@ -73,9 +75,9 @@ def open_model(
         log.debug("%s: on the meta device, its weights are not read", address)
         state, what = None, address
     elif location is not None:
-        state, what = location.read(), str(location.weights)
+        state, what = location.read(), name or str(location.weights)
     elif weights == PRETRAINED:
-        state, what = download(library, name), address
+        state, what = download(library, model), address
     else:
         state, what = None if weights == NONE else read_state(weights), weights
     if state is not None:
