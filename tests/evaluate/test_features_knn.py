@@ -268,6 +268,10 @@ def test_a_long_pass_logs_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         "features: 5 images/s, eta 0:00:24",
         "features: 5 images/s, eta 0:00:08",
     ]
+    monkeypatch.setattr(features_module, "world_size", lambda: 2)
+    lines.clear()
+    assert list(features_module.log_speed(batches)) == batches
+    assert lines[0] == "features: 10 images/s, eta 0:00:24", "of both ranks"
 
 
 def test_the_time_of_a_pass_and_of_its_computation_are_logged(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.distributed.accelerator import forked_rng
+from selftask.distributed.collectives import world_size
 from selftask.errors import UserError, nearest_path
 from selftask.evaluate.chunks import InChunks
 from selftask.logs import DETAIL, get_logger
@@ -245,7 +246,7 @@ def iterate_features(
 
 
 def log_speed(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the batches; log images per second and the remaining time every 30 s.
+    """Yield the batches; log images per second of all ranks and the remaining time every 30 s.
 
     The first batches are excluded, since workers and kernels are starting. The remaining time is
     logged if ``batches`` has a length.
@@ -258,7 +259,7 @@ def log_speed(batches: Iterable[Batch]) -> Iterator[Batch]:
         if number < _WARM_UP:
             started = now
             continue
-        images += len(batch.index)
+        images += len(batch.index) * world_size()  # ranks share the images
         if now - logged >= _LOG_EVERY_S:
             logged = now
             text = f"features: {images / (now - started):,.0f} images/s"
