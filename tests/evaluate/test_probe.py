@@ -142,6 +142,7 @@ def _row(home: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[st
 
 
 def test_blocks_and_poolings_are_timms(home: Path) -> None:
+    """Each block has the final norm, as in DINOv2's ``get_intermediate_layers``."""
     from selftask.cli.model.load_model import open_frozen
 
     frozen = open_frozen(str(home / "export" / "backbone.pt"), [f"data={home / 'train'}"])
@@ -149,7 +150,7 @@ def test_blocks_and_poolings_are_timms(home: Path) -> None:
     backbone = frozen.backbone.eval()
     inputs = ProbeInputs(backbone, kinds, frozen.config, frozen.device)
     images = torch.randn(3, 3, 32, 32)
-    before, last = backbone.forward_intermediates(images, indices=2, norm=False, output_fmt="NLC",
+    before, last = backbone.forward_intermediates(images, indices=2, norm=True, output_fmt="NLC",
                                                   return_prefix_tokens=True,
                                                   intermediates_only=True)  # fmt: skip
     final = backbone.forward_features(images)

@@ -150,6 +150,17 @@ def test_hidden_layers_are_the_outputs_of_the_modules(name: str, modules: list[s
             assert torch.equal(mine.map, theirs.permute(0, 3, 1, 2) if is_last else theirs)
 
 
+@pytest.mark.parametrize("name", ["vit_registers", "eva02", "own_rope", "beit", "torchvision_vit"])
+@torch.no_grad()
+def test_a_hidden_layer_may_have_the_final_norm(name: str) -> None:
+    backbone = _build(name)
+    features = extract(backbone, torch.randn(2, 3, 32, 32), layers=(-1,))
+    ((_, hidden),) = features.hidden.items()
+    normalized = adapter_of(backbone).normalized(hidden)
+    assert torch.allclose(normalized.sequence, features.tokens.sequence, atol=1e-5)
+    assert (normalized.grid, normalized.prefix.shape) == (hidden.grid, hidden.prefix.shape)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True, "init_values": 0.1, "reg_tokens": 2}])
 def test_pooling_the_class_token_needs_no_more_of_the_last_block(

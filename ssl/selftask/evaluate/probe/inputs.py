@@ -71,7 +71,8 @@ class ProbeInputs:
     def __init__(
         self, backbone: nn.Module, inputs: Sequence[Input], config: Config, device: torch.device
     ) -> None:
-        most, count = max(part.blocks for part in inputs), adapter_of(backbone).num_layers
+        self._adapter = adapter_of(backbone)
+        most, count = max(part.blocks for part in inputs), self._adapter.num_layers
         if most > count:
             raise UserError(
                 f"blocks: {most}; a {type(backbone).__name__} has {count}; use at most {count}"
@@ -80,13 +81,14 @@ class ProbeInputs:
         self.inputs = inputs
         self.config = config
         self.device = device
-        self._hidden = range(count - most, count - 1)  # the last block has the final norm
+        self._hidden = range(count - most, count - 1)  # of all blocks but the last
         self._run = InChunks(self._features, "images")
 
     @torch.no_grad()
     def _features(self, images: Tensor) -> Rows:
         features = extract(self.backbone, images, layers=self._hidden)
-        tokens = [*(features.hidden[number] for number in self._hidden), features.tokens]
+        hidden = [self._adapter.normalized(features.hidden[number]) for number in self._hidden]
+        tokens = [*hidden, features.tokens]
         layers = [(part.class_token[:, 0].float(), part.patches.float()) for part in tokens]
         return tuple(part.of(layers) for part in self.inputs)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.errors import UserError
-from selftask.models.features.tokens import Features, Grid, Request
+from selftask.models.features.tokens import Features, Grid, Request, Tokens
 
 
 class Adapter(ABC):
@@ -68,6 +68,13 @@ class Adapter(ABC):
     def pooled(self, images: Tensor) -> Tensor:
         """Return pooled features (B, E) of images (B, C, H, W)."""
         return self.extract(images, Request()).pooled
+
+    def normalized(self, hidden: Tokens) -> Tokens:
+        """Return a hidden layer of a transformer after the backbone's final norm.
+
+        Other backbones have no norm for their hidden layers, which are returned unchanged.
+        """
+        return hidden
 
     def grid(self, height: int, width: int) -> Grid:
         """Return rows and columns of the patches that can be masked, for an image size in pixels.

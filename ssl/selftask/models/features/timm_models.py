@@ -70,6 +70,11 @@ class TimmModel(Adapter):
             return from_sequence(final, final.shape[1] - rows * columns, before_norm.grid)
         return from_map(final.permute(0, 3, 1, 2) if self.channels_last else final)
 
+    def normalized(self, hidden: Tokens) -> Tokens:
+        norm = getattr(self.model, "norm", None)
+        is_transformer = self.gives_prefix and isinstance(norm, nn.Module)
+        return hidden.map_sequence(norm) if is_transformer else hidden
+
     def layer(self, number: int) -> nn.Module:
         return self.model.get_submodule(self.model.feature_info[number]["module"])
 

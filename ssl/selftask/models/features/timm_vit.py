@@ -20,6 +20,7 @@ from selftask.models.features.tokens import (
     Features,
     Grid,
     Request,
+    Tokens,
     attention_mask,
     from_sequence,
     gather_tokens,
@@ -122,6 +123,9 @@ class TimmViT(Adapter):
             rows, columns = embed.dynamic_feat_size((height, width))
             return rows, columns
         return super().grid(height, width)
+
+    def normalized(self, hidden: Tokens) -> Tokens:
+        return hidden.map_sequence(self.vit.norm)
 
     def layer(self, number: int) -> nn.Module:
         return self.vit.blocks[number]

@@ -5,7 +5,7 @@ B images, P prefix tokens (class, registers), N patches in a grid of h x w, K of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,6 +40,10 @@ class Tokens(NamedTuple):
     def sequence(self) -> Tensor:
         """Prefix tokens, then patches: (B, P + N, E)."""
         return torch.cat([self.prefix, self.patches], dim=1)
+
+    def map_sequence(self, function: Callable[[Tensor], Tensor]) -> Tokens:
+        """Return the tokens after a function of the sequence that acts on single tokens."""
+        return from_sequence(function(self.sequence), self.prefix.shape[1], self.grid)
 
     @property
     def class_token(self) -> Tensor:

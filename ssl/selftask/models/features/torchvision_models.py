@@ -13,6 +13,7 @@ from selftask.models.features.tokens import (
     Features,
     Grid,
     Request,
+    Tokens,
     from_map,
     from_sequence,
     resample,
@@ -54,6 +55,9 @@ class TorchvisionViT(Adapter):
                 hidden[number] = from_sequence(x, 1, grid)
         x = encoder.ln(x)
         return Features(vit.heads(x[:, 0]), from_sequence(x, 1, grid), hidden)
+
+    def normalized(self, hidden: Tokens) -> Tokens:
+        return hidden.map_sequence(self.vit.encoder.ln)
 
     def layer(self, number: int) -> nn.Module:
         return self.vit.encoder.layers[number]
