@@ -29,14 +29,24 @@ _END = object()
 
 
 def first_batch(batches: Any) -> Batch:
-    """Return the first batch; raise UserError if the batches have no length or are empty."""
+    """Return the first batch as a ``Batch``.
+
+    Raises:
+        UserError: If the batches have no length, are empty, or are none for ``as_batch``.
+    """
     if not hasattr(batches, "__len__") or len(batches) == 0:
         raise UserError("batches: expected an iterable with a length, the batches of an epoch")
     return as_batch(next(iter(batches)), 0, 1)
 
 
 def settings_of(first: Batch) -> dict[str, Any]:
-    """Return settings derived from the first batch: batch size and number of views."""
+    """Return settings that follow from the first batch: the global batch size, and the views.
+
+    Views come with their number and are not transformed again.
+
+    Args:
+        first: First batch of this rank; those of all ranks have the same size.
+    """
     groups = {
         name: {"count": len(views), "transforms": ["normalize"]}
         for name, views in first.views.items()
@@ -49,7 +59,9 @@ def settings_of(first: Batch) -> dict[str, Any]:
 def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
     """Return a ``Batch`` of this rank, made from a tensor, views or (views, labels).
 
-    If the last element is a vector of integers, it is taken as the labels.
+    If the last element is a vector of integers, it is taken as the labels. A ``Batch`` is returned
+    itself, with its ``number`` and ``epoch`` set. Other items get the indices that follow those of
+    the previous batches of the epoch, if all ranks have batches of the same size.
 
     Args:
         item: Item of the user's iterable: a ``Batch``; a view (B, C, H, W), a list of views or a
@@ -137,9 +149,9 @@ def read_epoch(batches: Any, epoch: int, start: int, seed: int) -> Iterator[Any]
 
     ``set_epoch(epoch)`` of the object, its ``batch_sampler`` and ``sampler`` is called first, if it
     exists. If the object or its ``batch_sampler`` has ``seek(start)``, the batches before
-    ``start`` are skipped; otherwise they are read again. The global generators of Python, NumPy and
-    torch are seeded while batches are read, so that a DataLoader with ``shuffle=True`` repeats its
-    order.
+    ``start`` are skipped; otherwise they are read again. While batches are read, the global
+    generators of Python, NumPy and torch have states that follow from seed, epoch and rank, so that
+    a DataLoader with ``shuffle=True`` repeats its order. In between they have those of the caller.
 
     Args:
         batches: The user's iterable.
@@ -218,7 +230,7 @@ class _Generators:
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch to the device of the task."""
+    """Move the views, labels and index of a batch to a device, in place; return the batch."""
     if device.type != "cpu":
         batch.views = {
             k: [v.to(device, non_blocking=True) for v in group] for k, group in batch.views.items()

@@ -41,8 +41,9 @@ def evaluate(
     Results of a run are also appended to its ``evaluations.jsonl``.
 
     Args:
-        model: A run, a file, ``RUN@STEP``, ``timm:NAME`` and so on, as for the command; a ``Run``
-            or a ``Model``, with which ``image_size`` and ``weights`` cannot be given.
+        model: A run, a file, ``RUN@STEP``, ``timm:NAME`` and so on, as for the command; a ``Run``;
+            or a ``Model``, with which ``image_size``, ``weights``, ``prefix`` and ``trust`` cannot
+            be given.
         name: Name of the evaluation.
         data: Training images: a value of ``data=`` or a map-style data set, as for ``train``; None
             for the run's own training images.

@@ -45,10 +45,12 @@ class Learner(nn.Module):
         backbone: Images (B, C, H, W) -> features (B, E), trained in place.
         steps: Number of steps of the training, for the schedules of teacher and temperatures.
         batch_size: Number of samples of a batch, over all ranks.
-        num_images: Number of images of the data set, for methods with a memory of all images.
+        num_images: Number of images of the data set. It sets the size of a memory of all images,
+            and the length of an epoch, in which some options are given, such as DINO's
+            ``freeze_last_layer``. None takes the whole training as one epoch.
         channels: Number of channels of the images.
         seed: Seed of masks and other random draws of the method.
-        **options: Options of the method.
+        **options: Options of the method, by its name or class; a method object has its own.
 
     Raises:
         UserError: If the method or an option is unknown, the backbone does not fit the method, or
@@ -98,7 +100,7 @@ class Learner(nn.Module):
         labels: Tensor | None = None,
         index: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss.
+        """Return the loss, a scalar.
 
         Args:
             views: Float views (B, C, H, W) of the images, or a ``Batch`` for methods that need

@@ -47,6 +47,10 @@ class Model(nn.Module):
         Args:
             image: A file, Pillow image, array (H, W, C) or tensor. Random transforms use the same
                 draws for every image.
+
+        Raises:
+            BadImage: If a file is missing or cannot be read.
+            ValueError: If an array or tensor is not an image, or has another number of channels.
         """
         if isinstance(image, str | Path):
             image = read_image(str(image))
@@ -58,7 +62,8 @@ class Model(nn.Module):
         """Return features (N, E) in float32, on the CPU.
 
         Args:
-            images: A tensor (N, C, H, W) of transformed images, or images for ``transform``.
+            images: A tensor (N, C, H, W) of transformed images, or images for ``transform``, whose
+                errors are raised here, too.
         """
         like = next(self.parameters())  # its device and dtype, such as those of ``model.half()``
         parts = [torch.empty(0, self.embed_dim)]

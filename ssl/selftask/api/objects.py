@@ -36,6 +36,8 @@ _REGISTRIES: dict[Key, Registry] = {
 def overrides(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as ``key=value``, with names in place of objects.
 
+    The objects are registered, or become attributes of this module.
+
     Args:
         settings: Dotted keys or nested dicts. These objects are accepted: a module as
             ``backbone``; a map-style data set as ``data``, ``data.val`` or one of
@@ -43,6 +45,9 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
             optimizer's name; a class, function or instance of a dataclass as a task, train step,
             hook, meter or evaluation. A transform may be an instance of selftask's own classes, or
             any callable that ``name: custom`` accepts.
+
+    Raises:
+        UserError: If another object is given.
     """
     return [
         f"{key}={format_value(_plain(value, tuple(key.split('.'))))}"
@@ -82,7 +87,10 @@ def _plain(value: Any, key: Key) -> Any:
 
 
 def _transform(value: Any, key: Key) -> Any:
-    """Return the config value of a transform, or its import path if the key is ``transform``."""
+    """Return the config value of a transform, or of a list of one at the key of a pipeline.
+
+    At the key ``transform`` of a component, it is the import path of an unregistered one.
+    """
     if is_pipeline(key):
         return [_transform(value, (*key, "0"))]
     if registered := _known_name(TRANSFORMS, type(value)):

@@ -76,7 +76,7 @@ class Predictor:
         neighbors: Images to search: a value of ``data=``, such as a folder, or a map-style data
             set. Their features are computed here, in this process.
         k: Number of neighbors to return.
-        device: Device to compute on.
+        device: Device to compute on; a ``Model`` is moved to it.
         weights: For a library's model: ``pretrained``, ``none`` (random), or a file.
         trust: Allow an architecture in the user's own code, which is then imported.
 
@@ -115,7 +115,15 @@ class Predictor:
 
     @torch.no_grad()
     def predict(self, images: Sequence[Any]) -> list[Prediction]:
-        """Return the predictions of several images, which are computed together."""
+        """Return the predictions of several images, which are computed together.
+
+        Args:
+            images: Files, Pillow images, arrays or tensors; or a tensor (B, C, H, W) of images that
+                are already transformed.
+
+        Raises:
+            UserError: If a file is missing or cannot be read.
+        """
         try:
             features = self.model.features(images)  # (B, E)
         except BadImage as error:
@@ -165,7 +173,7 @@ class Predictor:
         ]
 
     def _classify(self, features: Tensor) -> tuple[list[Any], list[Any]]:
-        """Return the class with the highest score and its softmax, for each image."""
+        """Return the classes with the highest scores, and their softmax; None without a head."""
         if self.head is None:
             return [None] * len(features), [None] * len(features)
         score, number = self.head(features.to(self.device)).softmax(dim=1).max(dim=1)

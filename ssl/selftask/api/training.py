@@ -80,7 +80,8 @@ def train(
 
     Raises:
         ConfigError: With all errors in the settings.
-        Interrupted: If a signal stopped the run; a checkpoint is saved.
+        UserError: If the data, the backbone or the run folder do not match the settings.
+        Interrupted: If a signal or ``train.stop_at`` stopped the run; a checkpoint is saved.
     """
     named = {"data": data, "backbone": backbone, "out": out}
     settings |= {key: value for key, value in named.items() if value is not None}
@@ -99,7 +100,8 @@ def create_task(
     """Create a task from names, settings and objects, for ``Trainer().train(task)``.
 
     Args:
-        recipe: As for ``train``. With ``batches`` it must be a method, and no recipe is read.
+        recipe: As for ``train``. With ``batches`` it must be a method, whose default recipe is not
+            read.
         batches: An iterable over the batches of an epoch, such as a DataLoader, instead of
             ``data``. Each batch is a tensor, a list of views, (views, labels) or a ``Batch``; views
             are float (B, C, H, W). The iterable needs a length and is iterated in each epoch; its
@@ -110,7 +112,8 @@ def create_task(
         **settings: As for ``train``: ``data``, ``backbone``, ``out``, ``optimizer``, ...
 
     Raises:
-        UserError: If a setting is wrong (ConfigError), or several local ranks are requested.
+        UserError: If a setting is wrong (ConfigError), the data cannot be opened, the batches have
+            no length or another form, or several local ranks are requested.
     """
     if not isinstance(recipe, str | Path) or batches is not None:
         settings["method"] = recipe
