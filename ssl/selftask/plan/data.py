@@ -23,8 +23,8 @@ def plan_data(config: Config, assumptions: Assumptions) -> FakeData:
         assumptions: Assumptions of the plan; the data is not opened if they contain ``samples``.
 
     Raises:
-        UserError: If the data cannot be opened and no number of samples is given, or if the size
-            of a view is unknown.
+        UserError: If the data cannot be opened and no number of samples is given, if the samples
+            do not fill a batch, or if the size of a view is unknown.
     """
     if assumptions.samples is not None:
         steps_per_epoch(assumptions.samples, config.train.batch_size)  # raises if there is none
@@ -52,7 +52,11 @@ def plan_data(config: Config, assumptions: Assumptions) -> FakeData:
 
 
 def _missing_side(config: Config, source: Source | None) -> int | None:
-    """Return the longer side of the first image if views keep its size, else None."""
+    """Return the longer side of the first image if views keep its size, else None.
+
+    Raises:
+        UserError: If views keep the size and there is no source.
+    """
     keeping = [
         name
         for name, group in config.views.items()

@@ -89,7 +89,7 @@ class FakeTask(Task):
         return state_of_optimizers(self)
 
     def read(self, size: int, steps: int = 1) -> list[Batch]:
-        """Return the batches of the next ``steps`` steps, with ``size`` samples each.
+        """Set ``batches`` to those of the next ``steps`` steps, ``size`` samples each; return them.
 
         All steps have the same views. As in a run, the method prepares each batch when the step
         reads it. This is done outside the fake tensor mode, since masks are drawn on the host and

@@ -25,7 +25,10 @@ class Part:
 
 
 def parts_of(task: FakeTask) -> list[Part]:
-    """Return the parts: children of the network, the method's own parameters and teachers."""
+    """Return the parts: children of the network, the method's own parameters and teachers.
+
+    A shared parameter counts for one part only. Parts without parameters are left out.
+    """
     trained = set(task.trained_parameters)
     seen: set[nn.Parameter] = set()
 

@@ -106,7 +106,8 @@ def make_plan(config: Config, assumptions: Assumptions, *, measured: bool = Fals
     Args:
         config: Config of the run.
         assumptions: Assumptions that are not in the config.
-        measured: Whether to measure the throughput with some real steps on this machine.
+        measured: Whether to measure the throughput with some real steps on this machine, and to
+            use it instead of the assumed one.
 
     Raises:
         UserError: If config, data or model do not fit together, or if a step needs the values of

@@ -26,7 +26,7 @@ GRADIENTS, MEMORY, INPUTS = "gradients", "buffers", "inputs"
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost of a step on one rank.
+    """Cost of the simulated step on one rank, which accumulates at most two batches.
 
     Args:
         at_peak: Bytes at the peak of memory, by kind.

@@ -148,7 +148,7 @@ def _checkpoints(plan: Plan) -> Rows:
 
 
 def _now(plan: Plan) -> str:
-    """Return the recipe's time between checkpoints, and the share of time that it loses."""
+    """Format the recipe's time between checkpoints and the share of time that it loses."""
     if plan.seconds is None:
         return " (give images_per_s= to compare)"
     steps = steps_in(plan.config.train.checkpoint_every, plan.length)
@@ -190,7 +190,10 @@ def _origin(plan: Plan) -> str:
 
 
 def remedy_lines(fitting: list[Remedy]) -> list[str]:
-    """Return a line for each change that makes the run fit, with its side effects."""
+    """Return a title and a line for each change that makes the run fit, with its side effects.
+
+    Without any change, it is a line that says so.
+    """
     if not fitting:
         return ["no single change makes it fit: take more ranks, or a smaller network or batch"]
     rows = [(one.words, f"{show_bytes(one.memory.total):>8}", one.effect) for one in fitting]

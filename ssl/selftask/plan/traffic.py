@@ -11,8 +11,9 @@ from selftask.plan.simulation import StepCost
 def traffic(config: Config, task: FakeTask, cost: StepCost) -> dict[str, int]:
     """Return the bytes that a rank sends in a step, by purpose; it receives the same number.
 
-    Ring algorithms are assumed: for N bytes on W ranks, an all-reduce sends 2 N (W - 1) / W bytes,
-    an all-gather or a reduce-scatter N (W - 1) / W.
+    A single rank sends nothing, and the dict is empty. Ring algorithms are assumed: for N bytes on
+    W ranks, an all-reduce sends 2 N (W - 1) / W bytes, an all-gather or a reduce-scatter
+    N (W - 1) / W.
 
     Args:
         config: Config of the run, which selects the reduction; ``task.config`` is simplified.
