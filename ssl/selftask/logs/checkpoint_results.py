@@ -30,7 +30,7 @@ class CheckpointResults:
     settings: Sequence[str]  # words of the command line that affect the results
 
     def missing(self, step: int, evaluations: Iterable[str]) -> list[str]:
-        """Return the evaluations of a checkpoint that have no result yet."""
+        """Return those of the given evaluations that have no result for a checkpoint yet."""
         done = {name for row in self._rows(step) for name in row.get("evaluations", [])}
         return [name for name in evaluations if name not in done]
 

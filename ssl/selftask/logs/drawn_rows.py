@@ -34,15 +34,15 @@ class Lines:
 
     rows: list[dict[str, Any]]
     damaged: int = 0  # number of lines that are not a JSON object
-    lines: int = 0  # number of lines of a file that was read in part, else 0
+    lines: int = 0  # length of a file read in part: lines, or bytes from read_ends; else 0
 
 
 def read_drawn_rows(path: Path) -> Lines:
     """Return the rows of a ``metrics.jsonl``; from a large file, only those that charts need.
 
     From each part of a large file, the first training row, the training rows with the smallest and
-    largest loss, and the evaluation rows are returned. The newest rows of the file are also
-    returned.
+    largest loss, and evaluation rows of up to 16 kB together are returned. The newest rows of the
+    file are also returned.
 
     Raises:
         UnreadableFile: If it is not a regular file, or too large.

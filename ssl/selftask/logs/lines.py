@@ -20,12 +20,15 @@ _TIME = "%Y-%m-%d %H:%M:%S"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module, which has no handlers before ``start_log``."""
+    """Return the logger ``name``, or ``selftask.NAME`` for a module outside selftask.
+
+    Its messages go to the handlers of the logger ``selftask``, which ``start_log`` adds.
+    """
     return logging.getLogger(name if name.startswith("selftask") else f"selftask.{name}")
 
 
 def start_log(folder: Path, rank: int) -> None:
-    """Set up logging of a run.
+    """Set up logging of a run, in place of that of an earlier run in this process.
 
     Rank 0 logs to the console and ``log.txt``, other ranks to ``log_rankN.txt`` only. selftask's
     messages are not propagated to the root logger until ``stop_log``.
@@ -60,7 +63,7 @@ class _FromRoot(logging.Handler):
 
 
 def show_root_lines_of(package: str) -> None:
-    """Also log a package's messages on the root logger, from level INFO, until ``stop_log``.
+    """Also log what a package sends to the root logger, from level INFO, until ``stop_log``.
 
     Later calls before ``stop_log`` have no effect.
     """

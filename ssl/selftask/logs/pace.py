@@ -49,6 +49,8 @@ class Pace:
     def take(self, data_wait_s: float) -> dict[str, float]:
         """Return this rank's share of data wait, mean and median step time since the last call.
 
+        At least one step must have ended since then.
+
         Args:
             data_wait_s: Time spent waiting for data since the start, in seconds.
         """
@@ -68,7 +70,7 @@ class Pace:
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds per step since the start, including evaluations and checkpoints."""
+        """Mean seconds per step up to the last ``take``, including evaluations and checkpoints."""
         return (self.since - self.begun) / max(self.steps, 1)
 
 

@@ -97,7 +97,8 @@ def json_row(row: dict[str, Any]) -> str:
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Append a row in one write, so that lines of several processes are not mixed.
 
-    If the last write was cut off, such as by a full disk, the row begins on a line of its own.
+    Passwords in addresses are masked. If the last write was cut off, such as by a full disk, the
+    row begins on a line of its own.
 
     Raises:
         OSError: If it cannot be written.
@@ -116,7 +117,11 @@ def utc_now() -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a ``metrics.jsonl`` up to the first line that is not JSON."""
+    """Return the rows of a ``metrics.jsonl`` up to the first line that is not JSON.
+
+    Raises:
+        OSError: If the file is missing or cannot be read.
+    """
     rows = []
     with open_regular(path) as file:
         lines = file.read().split(b"\n")
