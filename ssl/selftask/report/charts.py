@@ -126,7 +126,8 @@ def thinned(
         most: Maximum number of points.
 
     Returns:
-        Steps and values. Values that are not finite are never minima or maxima and become None.
+        Steps and values, which are rounded to six significant digits. Values that are not finite
+        are never minima or maxima and become None.
     """
     x, y = np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
     if len(x) > most:

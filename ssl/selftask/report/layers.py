@@ -35,7 +35,7 @@ def layers_section(record: RunRecord) -> Section:
 
 
 def layer_charts(record: RunRecord) -> list[Chart]:
-    """Return a chart of shares and a chart of each other metric, over layers."""
+    """Return a chart of accuracies and a chart of each other metric, over layers."""
     curves = {curve.label: curve for curve in _curves(record)}.values()  # the newest of each name
     shares = [curve for curve in curves if is_share(curve.label, curve.values)]
     others = [Chart(curve.label, [curve]) for curve in curves if curve not in shares]

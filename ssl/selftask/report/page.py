@@ -77,8 +77,11 @@ def render(macro: str, *args: Any) -> str:
 def json_data(content: Any, id: str) -> str:
     """Return a ``<script>`` element with data for the page's scripts.
 
-    Scripts read it with ``JSON.parse(document.getElementById(id).textContent)``. Floats that are
-    not finite become null.
+    Scripts read it with ``JSON.parse(document.getElementById(id).textContent)``.
+
+    Args:
+        content: Values for JSON; floats must be finite.
+        id: Id of the element.
     """
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<>&\u2028\u2029":  # text must not close the element or open a comment

@@ -29,7 +29,7 @@ def step_parts(record: RunRecord) -> dict[str, float]:
     """Return the mean seconds of the parts of a step.
 
     The hook ``timing`` measures these parts. Without the hook, there are two parts: waiting for
-    data, and everything else.
+    data, and everything else; or none before they are known.
     """
     clock, parts = record.clock, {}
     weights = {step: step - before for before, step in pairwise(clock.steps)}

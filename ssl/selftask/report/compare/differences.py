@@ -37,8 +37,8 @@ def identity(config: Mapping[str, Any]) -> str:
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys in which configs differ, in the order of the first config, the seed last.
 
-    If the name of a component differs (``optimizer.name``), settings that only some of the
-    components have are omitted.
+    Keys that do not affect the result, such as ``out``, are omitted. If the name of a component
+    differs (``optimizer.name``), settings that only some of the components have are also omitted.
     """
     texts = [flat(config) for config in configs if config]  # empty if it could not be read
     keys = list(dict.fromkeys(key for text in texts for key in text))

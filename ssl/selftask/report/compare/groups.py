@@ -43,7 +43,7 @@ class Member:
 
     @property
     def seconds(self) -> float | None:
-        """Training time, without the time between attempts; None if no step was logged."""
+        """Seconds of training, without evaluations and pauses; None if no step was logged."""
         return self.record.clock.seconds[-1] or None
 
     @property
@@ -62,7 +62,7 @@ class Member:
 
 @dataclass
 class Group:
-    """Runs whose configs are equal except for the seed."""
+    """Runs whose configs are equal except for the seed and keys that do not affect the result."""
 
     label: str
     number: int  # position in the ranking, which determines the color
@@ -112,7 +112,7 @@ class Comparison:
         return not any(key.startswith("method.") for key in self.keys)
 
     def rank(self, column: str) -> None:
-        """Sort groups, and the runs in a group, by a column, best first."""
+        """Sort groups, and the runs in a group, by the last value of a column, best first."""
         sign = 1 if smallest_first(column) else -1
 
         def order(value: float | None) -> tuple[bool, float]:
@@ -127,6 +127,8 @@ class Comparison:
 
 def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
     """Group runs whose configs are equal except for the seed, in the given order.
+
+    Keys that do not affect the result, such as ``out``, are not compared.
 
     Args:
         records: The runs.

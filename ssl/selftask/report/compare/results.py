@@ -107,7 +107,7 @@ def results_table(comparison: Comparison) -> str:
 
 
 def _results(run: str, rows: list[dict[str, Any]]) -> Iterator[Result]:
-    """Yield the metrics of the lines of a run, without bounds of intervals."""
+    """Yield the metrics of the lines of a run, without counts and the bounds of intervals."""
     for row in rows:
         for name, value in row.items():
             if is_number(value) and name not in _FACTS and not name.endswith(("_low", "_high")):

@@ -112,7 +112,10 @@ def _results(group: Group, comparison: Comparison) -> list[Cell]:
 
 
 def differences_table(comparison: Comparison) -> str:
-    """Return the table of keys in which the configs differ, with one column for each group."""
+    """Return the table of keys in which the configs differ, with a column for each group.
+
+    It has the first 12 groups only, and is empty if there is one group or no difference.
+    """
     keys = [key for key in comparison.keys if key != SEED]
     groups = comparison.groups[:MOST_COLUMNS]
     if not keys or len(groups) < 2:

@@ -56,7 +56,7 @@ def by_class(features: np.ndarray, labels: np.ndarray) -> ByClass:
 
     Args:
         features: (N, E).
-        labels: (N,), -1 for images to exclude.
+        labels: (N,), -1 for images to exclude; at least two images need a label.
     """
     has_label = labels >= 0
     rows = F.normalize(torch.from_numpy(features[has_label]), dim=1)

@@ -94,7 +94,7 @@ def gather(
     Images are transformed by ``eval.transforms``; unreadable images are skipped.
 
     Args:
-        backbone: Images (B, C, H, W) -> features (B, E).
+        backbone: Images (B, C, H, W) -> features (B, E); it is moved to ``device``.
         config: Config of the run.
         source: The images to choose from.
         what: Name of the images in texts, such as ``validation images``.

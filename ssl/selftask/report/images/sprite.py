@@ -96,8 +96,8 @@ class Sprite:
 def thumbnail(image: np.ndarray, side: int) -> np.ndarray:
     """Return an image uint8 (H, W, C) as RGB, with a longest side of at most ``side``.
 
-    If there are more than three channels, the first three are used. If there are one or two, the
-    first is shown in gray.
+    A small image is enlarged by an integer factor. If there are more than three channels, the first
+    three are used. If there are one or two, the first is shown in gray.
     """
     seen = Image.fromarray(np.ascontiguousarray(as_seen(image))).convert("RGB")
     seen.thumbnail((side, side), Image.Resampling.LANCZOS, reducing_gap=None)

@@ -24,7 +24,8 @@ class Weights:
 def trained_on(run: Path) -> dict[str, Any] | None:
     """Return the fingerprint of the training images in the newest checkpoint of a run.
 
-    None if there is no checkpoint, or if it is sharded, damaged or has no fingerprint.
+    Its entry ``tokenizer`` is None. The result is None if there is no checkpoint, or if it is
+    sharded, damaged or has no fingerprint.
     """
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     if newest is None or newest.is_dir():
@@ -39,8 +40,8 @@ def trained_on(run: Path) -> dict[str, Any] | None:
 def find_weights(run: Path) -> Weights | None:
     """Return the export of a run if it has the newest checkpoint's step, else the checkpoint.
 
-    The steps differ while a run trains again after its end or from the start. None if there is
-    neither.
+    The steps differ while a run trains again after its end or from the start. Without a checkpoint
+    it is the export; without both, None.
     """
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     exported = run / "export" / WEIGHTS

@@ -27,7 +27,8 @@ class Found:
 def find_runs(folder: Path) -> Found:
     """Return the run folders and submissions in ``folder`` and below it.
 
-    Folders that cannot be listed, hidden folders and links to folders are skipped.
+    Five levels of folders are searched. Folders that cannot be listed, hidden folders, links to
+    folders and the subfolders of runs, such as ``checkpoints``, are skipped.
 
     Raises:
         OSError: If ``folder`` itself cannot be listed.

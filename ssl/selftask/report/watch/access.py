@@ -85,7 +85,8 @@ def path_parts(target: str) -> list[str] | None:
     """Return the decoded parts of a request's path, or None for a path that is not allowed.
 
     Percent-encoding is decoded once. Empty parts, ``.``, ``..``, encoded slashes, backslashes,
-    control characters and invalid UTF-8 are not allowed. A final slash is ignored.
+    control characters, invalid UTF-8 and more than 1000 characters are not allowed. A final slash
+    is ignored.
     """
     path = target.partition("?")[0]
     if not path.startswith("/") or len(path) > MOST_NAME:

@@ -70,6 +70,9 @@ def comparison_page(folders: Mapping[str, Path], sort: str = "") -> str:
     Args:
         folders: Run folders by name.
         sort: As for ``write_comparison``.
+
+    Raises:
+        UserError: As for ``write_comparison``.
     """
     comparison = read_comparison(list(folders.values()), sort, names=list(folders))
     sections = comparison_sections(comparison, lambda member: run_url(member.name))
