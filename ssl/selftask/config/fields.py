@@ -73,7 +73,7 @@ def has_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """Return the default value of a field; lists and dicts are new copies."""
+    """Return the default value of a field, or MISSING; lists and dicts are new copies."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default

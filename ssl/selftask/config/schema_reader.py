@@ -292,7 +292,8 @@ class Reader:
     ) -> tuple[Component | None, dict[str, Any]]:
         """Return a component and the values of ``ours``, the other fields of the section.
 
-        The component is None if its name is unknown or missing.
+        The component is None if ``value`` is no section, or its name is unknown or missing. Invalid
+        arguments and fields are left out.
         """
         if not isinstance(value, dict):
             wanted = f"expected the name of a {registry.kind} or a section with `name`"

@@ -14,7 +14,7 @@ from selftask.registry import HOOKS, OPTIMIZERS, REGISTRIES, SCHEDULES, Registry
 
 
 def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[Key, str]]:
-    """Yield the problems that components report about their arguments and the whole config.
+    """Yield key and text of each problem that components report about arguments or the config.
 
     Args:
         config: The config.

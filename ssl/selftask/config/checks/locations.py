@@ -74,7 +74,7 @@ def check_not_moved(recipe: str, config: Config) -> None:
     """Raise UserError if ``recipe`` is the config.yaml of a run folder that is not its ``out``.
 
     Such a folder was moved or copied, or ``out`` is relative to another working folder; a new run
-    would begin there.
+    would begin there. An ``out`` from the command line is accepted.
     """
     path = Path(recipe).expanduser()
     if path.name != "config.yaml" or not is_file(path.parent / "status.json"):

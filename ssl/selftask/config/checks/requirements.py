@@ -109,7 +109,12 @@ def _range(least: int, most: int | None) -> str:
 
 
 def of_backbone(config: Config, offered: Collection[str]) -> Iterator[str]:
-    """Yield a problem for each requirement of the method that is not in ``offered``."""
+    """Yield a problem for each of ``OF_BACKBONES`` that the method requires and that is missing.
+
+    Args:
+        config: Config of the run.
+        offered: Those that the backbone meets.
+    """
     for word in OF_BACKBONES:
         if word in required(config.method.name) - {*offered}:
             fit = [name for name in BACKBONES if word in BACKBONES.declared(name, "offers", ())]

@@ -60,7 +60,11 @@ def _unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
 
 
 def _pipelines(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each pipeline whose normalization is missing, repeated or not last."""
+    """Yield a problem for each used pipeline whose normalization is missing, repeated or not last.
+
+    Views of groups with ``count: 0``, and an empty ``eval.transforms`` without evaluations, need
+    none.
+    """
     for key, transforms in config.pipelines.items():
         names = [transform.name for transform in transforms]
         if key[0] == "eval" and not names and not config.eval.evaluations:

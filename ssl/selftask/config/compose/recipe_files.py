@@ -99,15 +99,15 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 
 
 def compose_recipe(path: Path, *, may_fetch: bool = True) -> tuple[DictConfig, Layers]:
-    """Return the merged config of a recipe file and its layers.
+    """Return the merged config of a recipe file, with unresolved references, and its layers.
 
     Args:
         path: File of the recipe.
         may_fetch: Whether bases may be downloaded.
 
     Raises:
-        ConfigError: If a file is not valid yaml, a defaults list is wrong, or a key is a list in
-            one file and a section in another.
+        ConfigError: If a file is not a valid recipe, a base is missing, a short form cannot be
+            expanded, or a key is a list in one file and a section in another.
     """
     path = path.resolve()
     layers = Layers(_layers_of(path, Bases(path.parent, may_fetch=may_fetch)))
@@ -190,7 +190,7 @@ def read_recipe(path: Path, address: str | None = None) -> RecipeFile:
         address: The address that it was downloaded from, if any.
 
     Raises:
-        ConfigError: If the file is not valid yaml, or not a recipe.
+        ConfigError: If the file cannot be read, is not valid yaml, or not a recipe.
     """
     shown = address or show_path(path)
     try:

@@ -48,7 +48,11 @@ _PLACES = ("path", "pattern", "root")  # fields with the location of the data, b
 
 
 def expand(value: Any, path: Key = ()) -> Any:
-    """Expand every short form in ``value``, the value at ``path`` of a config."""
+    """Return ``value``, the value at ``path`` of a config, with every short form expanded.
+
+    Raises:
+        UserError: As ``look_up``, for the name of a data set.
+    """
     if isinstance(value, str):
         return _expand_text(value, path)
     if isinstance(value, dict):
@@ -93,6 +97,9 @@ def expand_source(text: str) -> dict[str, Any]:
     ``train-{000..146}.tar``, ``s3://bucket/*.tar``, ``x.h5``, the folder of an LMDB or of Hugging
     Face's ``save_to_disk``, and ``package.module:Dataset``. Everything else is a folder of images.
     A folder that has the name of a source must be written as a path: ``./digits``.
+
+    Raises:
+        UserError: As ``look_up``, or if an entry of the catalog is incomplete or refers to itself.
     """
     if text in SOURCES:
         return {"name": text}
@@ -175,7 +182,11 @@ def variable(name: str) -> str:
 
 
 def read_catalog() -> dict[str, tuple[dict[str, Any] | str, str]]:
-    """Return name -> (entry, its file) for the entries of all catalogs."""
+    """Return name -> (entry, its file) for the entries of all catalogs.
+
+    Raises:
+        UserError: If a catalog cannot be read or has an invalid entry.
+    """
     entries: dict[str, tuple[dict[str, Any] | str, str]] = {}
     for path in _files():
         for name, entry in _read(path).items():

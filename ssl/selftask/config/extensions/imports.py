@@ -51,6 +51,9 @@ def import_listed(config: DictConfig, folders: Iterable[Path], origin: str | Non
         config: Merged values, with references.
         folders: Folders to put first on the search path.
         origin: Origin of ``import:``, for messages.
+
+    Raises:
+        ConfigError: If an import fails, with the line that failed.
     """
     try:
         modules = OmegaConf.select(config, "import")
