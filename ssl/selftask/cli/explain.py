@@ -39,7 +39,11 @@ def main(argv: list[str]) -> int:
 
 
 def explanations(word: str, width: int = 100) -> Iterator[str]:
-    """Yield a text for each key, registered name, column, event or file called ``word``."""
+    """Yield a text for each key, registered name, column, event or file called ``word``.
+
+    For a section, another text has all keys in it. Without a key of exactly this name, keys that
+    end with it, and those that other frameworks call so, are explained.
+    """
     entries, keys = _things_and_keys()
     exact = [key for key in keys if key.key == word]
     inside = [key for key in keys if key.key.startswith(f"{word}.")] if exact else []

@@ -44,7 +44,10 @@ _BY_MEMORY = ("backbone.lora", "train.batch_size", "train.accumulate", "train.st
 
 
 def main(argv: list[str]) -> int:
-    """Choose the settings, train, and compare the features with those at the start."""
+    """Choose the settings, train, and compare the features with those at the start.
+
+    With ``--dry-run``, only the choices are printed.
+    """
     needs_first(argv, "adapt needs a run or model", USAGE)
     from selftask.cli import train
     from selftask.config.load import load_config
@@ -179,6 +182,9 @@ def _trained_part(recipe: str, words: list[str], keys: set[str], assumptions: An
     """Return the choices of LoRA and a smaller batch that are needed to fit into memory.
 
     The list is empty if all weights can be trained. A batch size set by the user is kept.
+
+    Raises:
+        UserError: If even LoRA on a small batch does not fit.
     """
     from selftask.config.load import load_config
     from selftask.config.values.budget import show_bytes
@@ -237,7 +243,7 @@ def conclude(config: Config) -> None:
     """Print how the features compare with those at the start.
 
     The best features are exported, unless the last ones are the best and better than those at the
-    start.
+    start. Nothing is compared before the run has finished, or with fewer than two k-NN results.
     """
     from selftask.logs import read_metrics
     from selftask.run.status import Status

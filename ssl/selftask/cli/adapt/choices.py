@@ -76,6 +76,8 @@ def choose_schedule(
 ) -> Iterator[Choice]:
     """Yield the choices of epochs, learning rate, layer decay and initially frozen parameters.
 
+    Layer decay is chosen only for a transformer without adapters.
+
     Args:
         num_images: Number of training images.
         batch: Images in a step.
@@ -107,7 +109,7 @@ def choose_preservation(num_images: int) -> Choice:
 
 
 def choose_measures(*, has_labels: bool) -> Iterator[Choice]:
-    """Yield the choices of evaluation interval, checkpoint to keep and early stopping."""
+    """Yield the choices of evaluation interval and, with labels, best checkpoint and early stop."""
     yield Choice("eval.every", "10%", "before, during and after")
     if has_labels:
         yield Choice("train.keep_best.metric", "knn_top1", "data and data.val have labels")

@@ -28,7 +28,7 @@ CLUSTERS = ("slurm", "local", "debug")
 
 
 def main(argv: list[str]) -> int:
-    """Check the config, print the plan and submit the job."""
+    """Check the config, print the plan and submit the job, or print its script instead."""
     words, options = take_options(argv, OPTIONS)
     needs_first(words, "submit needs a RECIPE", USAGE)
     cluster = options.get("--cluster", "slurm")

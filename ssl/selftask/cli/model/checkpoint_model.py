@@ -20,9 +20,12 @@ def open_named(address: str, overrides: list[str]) -> tuple[Frozen, str]:
     """Open a model or a checkpoint (``RUN@STEP``, ``RUN@best``); return it and its run or address.
 
     Args:
-        address: As for ``open_frozen``, or a checkpoint of a run. With ``weights=ema``, a run means
-            its newest checkpoint.
-        overrides: As for ``open_frozen``.
+        address: As for ``open_frozen``, or a checkpoint of a run. With ``weights=ema`` or
+            ``weights=swa``, a run means its newest checkpoint.
+        overrides: As for ``open_frozen`` or, for a checkpoint, ``open_checkpoint``.
+
+    Raises:
+        UserError: As ``open_checkpoint``.
     """
     checkpoint = named_checkpoint(address)
     if checkpoint is None and take("weights", overrides)[0] in ("ema", "swa"):  # not in the export

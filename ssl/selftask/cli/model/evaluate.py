@@ -67,7 +67,10 @@ and clid repeat with seeds=3. Ranks of torchrun share the images. Prints one JSO
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate a model, print the metrics, and append those of a run to ``evaluations.jsonl``."""
+    """Evaluate models, print their metrics, and append those of a run to ``evaluations.jsonl``.
+
+    A name in ``COMMANDS`` runs that command instead.
+    """
     if argv and argv[0] in COMMANDS:
         if argv[0] in ALONE and not asks_for_help(argv):
             refuse_ranks(f"eval {argv[0]}")
@@ -88,6 +91,8 @@ def main(argv: list[str]) -> int:
 
 def _row(name: str, address: str, overrides: list[str]) -> dict[str, float]:
     """Return the metrics with their intervals, and append those of a run to ``evaluations.jsonl``.
+
+    A table of hidden layers is printed, if several were evaluated.
 
     Args:
         name: Name of the evaluation.
@@ -120,6 +125,9 @@ def evaluate_named(
 
     Returns:
         Metrics with their intervals; empty on ranks other than 0.
+
+    Raises:
+        UserError: As ``open_named``, or if options, images or labels do not fit the evaluation.
     """
     frozen, run = open_named(address, asked_words(name, overrides))
     takes_backbone = EVALUATIONS.declared(name, "takes_backbone", False)

@@ -131,7 +131,7 @@ def _check_options_of_model(model: str, to: str, average: Average) -> None:
 
 
 def _check_no_other_run(out: Path, model: Path) -> None:
-    """Raise UserError if ``out`` is in a run folder without ``model``: its export is its own."""
+    """Raise UserError if ``out`` is a run folder without ``model``, or a folder directly in one."""
     for run in (out, out.parent):
         is_run = exists(run / "config.yaml") and exists(run / "status.json")
         if is_run and not model.resolve().is_relative_to(run.resolve()):
@@ -185,7 +185,9 @@ def export_run(
     average: Average = Average(),
     checkpoint: Path | None = None,
 ) -> Path:
-    """Write the model of a checkpoint of ``run``; return the path of the written file.
+    """Write the model of a checkpoint of ``run``; return the path of the written file or folder.
+
+    For ``checkpoint``, it is the whole state of the checkpoint.
 
     Args:
         run: The run folder.
@@ -289,7 +291,7 @@ def _of_average(kept: str, state: Mapping[str, Any], name: str) -> bool:
 
 
 def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> Path:
-    """Write a backbone in a format of ``FORMATS``; return the path of the written file.
+    """Write a backbone in a format of ``FORMATS``; return the path of the file or folder.
 
     Args:
         backbone: The backbone.

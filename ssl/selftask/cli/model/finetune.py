@@ -47,8 +47,8 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
     """Return the overrides of RECIPE for this model and its run, followed by those in ``words``.
 
     Raises:
-        UserError: If there is no such model, or if its architecture is the user's code and
-            ``trust=true`` is not given.
+        UserError: If there is no such model, if neither its run nor ``words`` give data, or if its
+            architecture is the user's code and ``trust=true`` is not given.
     """
     words, trust, weights = take_start(address, words)
     prefix, words = take("prefix", words)
@@ -73,8 +73,10 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
 def take_start(address: str, words: list[str]) -> tuple[list[str], bool, str]:
     """Take ``trust=`` and ``weights=`` from the words; return the others, and both values.
 
+    Modules of ``import=`` are imported. Without ``weights=``, the value is ``pretrained``.
+
     Raises:
-        UserError: If there is no such model.
+        UserError: If there is no such model, or a value is invalid.
     """
     from selftask.config.compose.overrides import import_plugins
     from selftask.models.weights.address import PRETRAINED, check_model

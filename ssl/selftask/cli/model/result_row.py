@@ -29,8 +29,9 @@ def described(
 def with_intervals(row: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics with their 95 % intervals, as ``NAME_low`` and ``NAME_high``.
 
-    These are bootstrap intervals over test images. Metrics of several seeds also have
-    ``NAME_seeds_low`` and ``NAME_seeds_high``, by Student's t over the seeds.
+    These are bootstrap intervals over test images, of metrics that have a score for each image.
+    Metrics of several seeds also have ``NAME_seeds_low`` and ``NAME_seeds_high``, by Student's t
+    over the seeds.
     """
     extended: dict[str, float] = {}
     for name, value in row.items():
