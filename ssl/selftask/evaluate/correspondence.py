@@ -89,7 +89,7 @@ def evaluate_correspondence(
         config: Config with the normalization of images and the handling of unreadable ones.
         sources: The images: those of ``val``, or of ``train`` if ``val`` is None.
         options: Image size, warps and thresholds.
-        device: Device to compute on.
+        device: Device to compute on; the backbone is moved to it.
         tell: Called with a line about images and patches.
 
     Returns:

@@ -96,7 +96,7 @@ def evaluate_depth(
         roots: Folders of ``data`` and ``data.val``, by key.
         sources: Training and test images in them.
         options: Image size, heads and bins.
-        device: Device to compute on.
+        device: Device to compute on; the backbone is moved to it.
         tell: Called with a line about images and memory.
 
     Returns:

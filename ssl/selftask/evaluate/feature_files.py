@@ -39,6 +39,8 @@ def write_features(
 ) -> Path:
     """Write the folder; files of features get their final names when all other files exist.
 
+    After an error, the files are removed.
+
     Args:
         out: The folder.
         parts: Features of each batch, and the same split by layer.
@@ -50,7 +52,7 @@ def write_features(
         The path of the last layer's file.
 
     Raises:
-        UserError: If there are no images.
+        UserError: If there are no images, or features are not finite.
     """
     out.mkdir(parents=True, exist_ok=True)
     files: list[_NpyFile] = []
@@ -106,7 +108,7 @@ def write_parquet(
         The number of images, and of features of the last layer.
 
     Raises:
-        UserError: If there are no images, or a path is not UTF-8.
+        UserError: If there are no images, features are not finite, or a path is not UTF-8.
     """
     import pyarrow.parquet as parquet
 

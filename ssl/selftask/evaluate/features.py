@@ -198,8 +198,8 @@ def extract_features(
         device: Device of the backbone.
 
     Raises:
-        UserError: If features are not finite, or a vision transformer does not accept the size of
-            the images.
+        UserError: If there are no images, features are not finite, or a vision transformer does not
+            accept the size of the images.
     """
     return collect(iterate_features(backbone, batches, device=device))
 

@@ -44,7 +44,10 @@ class Figure(float):
 
     @classmethod
     def of_draws(cls, draws: Sequence[float]) -> Figure:
-        """Return the mean of results on the same test images, with the mean score of each image."""
+        """Return the mean of results on the same test images.
+
+        It has the mean score of each image, if all results have scores.
+        """
         scores = [draw.scores for draw in draws if isinstance(draw, Figure)]
         of_images = [part for part in scores if part is not None]
         mean = np.mean(of_images, axis=0) if len(of_images) == len(draws) else None

@@ -76,7 +76,7 @@ def measure_geolocation(
         sources: Training and test images; without test images, each training image is located by
             the other training images.
         options: Table, neighbors and distances.
-        device: Device to compute on.
+        device: Device to compute on; the backbone is moved to it.
         tell: Called with a line about unreadable images.
 
     Returns:

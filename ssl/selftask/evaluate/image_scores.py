@@ -34,8 +34,9 @@ def content_digest(source: Source) -> str:
 def packed_scores(scores: np.ndarray) -> dict[str, Any]:
     """Return scores (N,) as plain values: the distinct scores, and each image's index into them.
 
-    Indices have 8 bits, or 16 if there are more than 256 distinct scores. They are compressed by
-    zlib and encoded in base64. 50,000 images that are right or wrong take about 10 kB.
+    Indices have 8 bits, or 16 if there are more than 256 distinct scores; there may be 65,536 at
+    most. They are compressed by zlib and encoded in base64. 50,000 images that are right or wrong
+    take about 10 kB.
     """
     values, numbers = np.unique(scores, return_inverse=True)
     kind = np.uint8 if len(values) <= 256 else np.uint16

@@ -43,7 +43,11 @@ class Linear(FewLabels):
     """Share of the training images that is held out to choose the weight decay."""
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
-        """Return test accuracies by metric name. The weight decay is chosen on training images."""
+        """Return test accuracies by metric name. The weight decay is chosen on training images.
+
+        Raises:
+            UserError: If images have no labels, or a class has fewer than ``few_labels``.
+        """
         self.check(train, test, "linear probe")
         train, test = _standardized(train, test)
         generator = torch.Generator().manual_seed(self.seed)

@@ -67,6 +67,8 @@ class Bank:
     def nearest(self, queries: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and row indices (B, min(k, N)) of the nearest rows, nearest first.
 
+        If k is N or more, an excluded row is last, with a cosine of -inf.
+
         Args:
             queries: (B, E), normalized.
             k: Number of neighbors.

@@ -51,7 +51,7 @@ def evaluate_backbone(
         backbone: Images (B, C, H, W) -> features (B, E).
         config: Config with ``eval.evaluations`` and ``eval.transforms``.
         sources: Training and test images.
-        device: Device to compute features on.
+        device: Device to compute features on; the backbone is moved to it.
         world: This process, if several extract the features together. Rank 0 evaluates them;
             evaluations with ``takes_backbone = True`` run on all ranks, which share their batches.
         tell: Called with a line about images and classes, and another if test images are also
@@ -146,7 +146,9 @@ def _report_labels(
 def check_test_set(names: Iterable[str]) -> None:
     """Raise UserError if an evaluation needs a separate test set; called if there is none.
 
-    Only ``knn`` (leave-one-out) and ``clusters`` need none.
+    Args:
+        names: Evaluations that need labels, of which only ``knn`` (leave-one-out) and ``clusters``
+            need no test set.
     """
     if {*names} - {"knn", "clusters"}:
         raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
@@ -170,7 +172,7 @@ def iterate_source(
         backbone: Images (B, C, H, W) -> features (B, E).
         config: Config with ``eval.transforms``.
         source: The images.
-        device: Device to compute features on.
+        device: Device of the backbone.
         key: Config key of the images.
         tell: Called on rank 0 with a line about unreadable images, if there are any.
 

@@ -31,7 +31,8 @@ def evaluate_task(task: Task) -> dict[str, float]:
     """Return the metrics of ``eval.evaluations`` and of ``eval.loss``, and ``eval_images_per_s``.
 
     Without labels, evaluations that need some are skipped. Those with ``takes_backbone = True``
-    choose their images themselves, and all ranks share them.
+    choose their images themselves, and all ranks share them. If there are no others, there is no
+    ``eval_images_per_s``.
 
     Metrics of the sets of ``data.val_sets`` are called ``NAME/knn_top1``. The state of the run does
     not change.
@@ -70,7 +71,7 @@ def evaluate_task(task: Task) -> dict[str, float]:
 def evaluations_of_sets(task: Task) -> dict[str, dict[str, Component]]:
     """Return the evaluations of each validation set; unlabeled sets get the label-free ones.
 
-    Sets without evaluations are omitted.
+    Evaluations with ``takes_backbone = True`` and sets without evaluations are omitted.
     """
     data, every = task.data_module, task.config.eval.evaluations
     components = {key: c for key, c in every.items() if key not in takes_backbone(every)}
@@ -94,7 +95,7 @@ def run_on_backbone(
         config: Config with ``eval.transforms``.
         sources: The images of the run, for evaluations without images of their own. Ranks of a
             process group share the images.
-        device: Device to compute on.
+        device: Device to compute on; the backbone is moved to it.
     """
     row: dict[str, float] = {}
     for key, component in components.items():
@@ -246,7 +247,7 @@ def flat_scores(metrics: Any, key: str, prefix: str = "") -> dict[str, float]:
         prefix: Prefix of all names, such as ``a/`` inside the mapping ``a``.
 
     Raises:
-        UserError: If a value has any other type.
+        UserError: If a value has any other type, or a metric has the name of a column of training.
     """
     if not isinstance(metrics, Mapping):
         raise UserError(f"{key} gives {metrics!r:.60}; metrics by name are expected")

@@ -51,7 +51,8 @@ def prediction_file(path: Path, source: Source) -> Iterator[Callable[[Batch], No
         source: Source of the images, for their paths.
 
     Raises:
-        UserError: If the file cannot be written, or is a CSV file and images have several labels.
+        UserError: If the file cannot be written, is a CSV file and images have several labels, or
+            is a ``.npz`` file and there are no images.
     """
     part = path.with_name(f"{path.name}.part")
     try:

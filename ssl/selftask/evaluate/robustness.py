@@ -108,7 +108,7 @@ def measure_robustness(
         config: Config with ``eval.transforms``.
         sources: Training and test images, with labels.
         options: Corruptions, and number of test images.
-        device: Device to compute features on.
+        device: Device to compute features on; the backbone is moved to it.
         tell: Called with the rows of a table: a corruption and its error at each strength.
 
     Returns:

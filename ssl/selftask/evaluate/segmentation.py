@@ -99,6 +99,9 @@ def open_folders(
         sources: Their images.
         options: Number of images, and indices to ignore.
         table: Names of the classes by index, or None.
+
+    Raises:
+        UserError: As ``MaskFolder``.
     """
     train, test = (
         MaskFolder(
@@ -135,7 +138,10 @@ class SegmentationResult:
         return row
 
     def by_class(self) -> dict[str, float]:
-        """Return the IoU of each class with pixels, by column: ``segmentation_HEAD_iou/CLASS``."""
+        """Return the IoU of each class by column, ``segmentation_HEAD_iou/CLASS``.
+
+        Classes that are neither present nor predicted are left out.
+        """
         return {
             f"segmentation_{head}_iou/{name}": value
             for head, confusion in self.confusions.items()
@@ -168,7 +174,7 @@ def evaluate_segmentation(
         test: Test images and masks.
         classes: Classes of both sets.
         options: Image size, heads and their options.
-        device: Device to compute on.
+        device: Device to compute on; the backbone is moved to it.
         tell: Called with lines about images, classes and memory.
 
     Raises:

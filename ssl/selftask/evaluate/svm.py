@@ -49,7 +49,12 @@ class SVM(FewLabels):
             yield f"costs: all training images are of class {name}; an SVM needs two or more"
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
-        """Return the accuracy and mean average precision of test images, by metric name."""
+        """Return the accuracy and mean average precision of test images, by metric name.
+
+        Raises:
+            UserError: If images have no labels, a class has fewer than ``few_labels``, or there is
+                one class only.
+        """
         self.check(train, test, "SVM")
         generator = torch.Generator().manual_seed(self.seed)
         row: dict[str, float] = {}

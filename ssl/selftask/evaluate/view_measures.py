@@ -76,7 +76,7 @@ def measure_views(
         config: Config with ``views``.
         sources: The images: those of ``val``, or of ``train`` if ``val`` is None.
         options: Number of images and views.
-        device: Device to compute features on.
+        device: Device to compute features on; the backbone is moved to it.
         tell: Called with a line about images and views.
 
     Returns:

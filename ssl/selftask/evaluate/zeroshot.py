@@ -71,7 +71,7 @@ def measure_zeroshot(
         config: Config with ``eval.transforms``.
         sources: Images; those of ``data.val`` are tested or, without it, those of ``data``.
         options: Names of the classes, and prompts.
-        device: Device to compute on.
+        device: Device to compute on; the model is moved to it.
         tell: Called with a line about the classes, and about unreadable images.
 
     Returns:

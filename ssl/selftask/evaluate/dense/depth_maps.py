@@ -38,7 +38,8 @@ class DepthImages(Squared):
         unit: Depth of 1 in a PNG.
 
     Raises:
-        UserError: If a depth map is missing, unreadable, or has another size than its image.
+        UserError: If a depth map is missing; as it is read, also if it is damaged or has another
+            size than its image.
     """
 
     extras: Mapping[str, ExtraKind] = MappingProxyType({"depth": "array"})

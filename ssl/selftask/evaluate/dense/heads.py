@@ -143,7 +143,7 @@ def fit_heads(
 def _best_rate(
     options: HeadOptions, features: Tensor, shares: Tensor, images: Tensor, quality: Quality
 ) -> float:
-    """Return the learning rate with the best quality on held-out images."""
+    """Return the only learning rate, or the one with the best quality on held-out images."""
     if len(options.lr) == 1:
         return options.lr[0]
     numbers = torch.unique(images)
@@ -157,7 +157,7 @@ def _best_rate(
 
 
 def check_choice(num_images: int) -> None:
-    """Raise UserError if several learning rates are given and fewer than two images."""
+    """Raise UserError if fewer than two images have labels; call it for several learning rates."""
     if num_images < 2:
         raise UserError(
             "lr: 1 training image with labels leaves none to choose a learning rate on; give one, "

@@ -249,7 +249,15 @@ def read_mask(path: str) -> np.ndarray:
 
 
 def check_size(mask: np.ndarray, path: str, image_path: str) -> None:
-    """Raise UserError if a mask differs in size from its image; remote ones are not checked."""
+    """Raise UserError if a mask differs in size from its image.
+
+    Remote and unreadable images are not checked.
+
+    Args:
+        mask: Mask or depth map (H, W).
+        path: Its path, for the message.
+        image_path: Path of the image.
+    """
     if is_remote(image_path):
         return
     try:

@@ -62,10 +62,10 @@ class PatchOptions:
 
 
 class PatchFeatures:
-    """Patch features of a frozen backbone in eval mode.
+    """Patch features of a frozen backbone.
 
     Args:
-        backbone: A backbone with patches, see ``models.features``.
+        backbone: A backbone with patches, see ``models.features``; the caller sets eval mode.
         size: Height and width of the images in pixels.
         layer: Number of a hidden layer, negative from the last; None for the output.
 

@@ -56,10 +56,10 @@ class Input:
 
 
 class ProbeInputs:
-    """Frozen features of a backbone in eval mode.
+    """Frozen features of a backbone.
 
     Args:
-        backbone: A backbone with patches, see ``models.features``.
+        backbone: A backbone with patches, see ``models.features``; the caller sets eval mode.
         inputs: The features to compute.
         config: Config with ``eval.transforms``.
         device: Device of the backbone.

@@ -75,9 +75,12 @@ class Descriptors:
 
     @torch.no_grad()
     def vectors(self, images: Tensor) -> list[Tensor]:
-        """Return unit vectors (R, E) for each scale and flip of an image (1, C, H, W).
+        """Return unit vectors (R, E), on the CPU, for each scale and flip of an image (1, C, H, W).
 
         R is 1, or with ``rmac`` the number of regions.
+
+        Raises:
+            UserError: If features are not finite.
         """
         options = self.options
         views = resized_views(images, options.scales, self.multiple, flip=options.flip)

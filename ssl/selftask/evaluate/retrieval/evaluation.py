@@ -70,7 +70,7 @@ def evaluate_retrieval(
         source: Source of the images of queries and database.
         benchmark: Queries, database and ground truth.
         options: Descriptors and metrics.
-        device: Device to compute on.
+        device: Device to compute on; the backbone is moved to it.
         whiten: Images for fitting a PCA whitening; None for no whitening.
         tell: Called with a line about the benchmark.
 

@@ -58,6 +58,10 @@ def precision_at(ranks: np.ndarray, k: int) -> float:
 
     Images after the last positive do not count. A query with fewer than k positives can thus have
     precision 1. This is the rule of revisited Oxford and Paris (arXiv:1803.11285).
+
+    Args:
+        ranks: As for ``average_precision``.
+        k: Number of images.
     """
     depth = min(int(ranks[-1]) + 1, k)
     return float((ranks < depth).sum() / depth)
