@@ -45,7 +45,7 @@ def _take_other(argv: list[str]) -> tuple[list[str], str | None]:
 
 
 def _load(recipe: str, overrides: list[str]) -> Config:
-    """Return a config; if ``data`` is missing, print a note and use ``data=FOLDER``."""
+    """Return a config; if only ``data`` is missing, print a note and use ``data=FOLDER``."""
     from selftask.config.load import load_config
 
     try:

@@ -137,8 +137,8 @@ def parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
     """Parse one JSON object per line; skip damaged lines.
 
     Returns:
-        The objects, and the number of damaged lines. A last line without a newline may still be
-            being written, and does not count as damaged.
+        The objects, and the number of damaged lines. A last line without a newline may be
+        incomplete while it is written, and does not count as damaged.
     """
     rows, damaged = [], 0
     *lines, last = content.split(b"\n")

@@ -61,7 +61,7 @@ class FakeData:
         }
 
     def views(self, size: int, device: torch.device) -> dict[str, list[Tensor]]:
-        """Return random views of ``size`` images by group, channels last as from the loader."""
+        """Return random views (size, C, H, W) by group, channels last as from the loader."""
         numbers = num_views(self.config.views)
         shape = (size, self.channels)
         return {

@@ -104,7 +104,7 @@ def _summary(record: RunRecord) -> Iterable[str]:
 
 
 def _total_steps(record: RunRecord) -> int | None:
-    """Return the length of the run in steps, from the last row's step, epoch and config."""
+    """Return the length of the run in steps, from config and last row, or None if unknown."""
     row: dict[str, Any] = next((row for row in reversed(record.rows) if row.get("epoch")), {})
     return total_steps(record.setting("train.max_steps"), record.setting("train.epochs"), row)
 

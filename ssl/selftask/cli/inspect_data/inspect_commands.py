@@ -60,7 +60,8 @@ def is_source(word: str) -> bool:
 class CountDone:
     """Context manager that shows progress on stderr.
 
-    On a terminal the line is updated in place, otherwise a line is printed every 30 s.
+    Call it with the number of images that are done. On a terminal the line is updated in place,
+    otherwise a line is printed every 30 s.
 
     Args:
         doing: Word before the counts, such as ``read``.

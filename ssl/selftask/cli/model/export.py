@@ -248,7 +248,7 @@ def _reader(to: str, average: Average) -> Callable[[Path], dict[str, Any]]:
 def _backbone_weights(
     run: Path, state: dict[str, Any], average: Average, read: Callable[[Path], dict[str, Any]]
 ) -> tuple[Any, str | None]:
-    """Return the state of the backbone or of its average, and a description of the average."""
+    """Return the weights of the backbone or of its average, and the average in words, or None."""
     from selftask.models.weights.averages import kept_average, mean_backbone
     from selftask.models.weights.read import backbone_state
 

@@ -107,7 +107,7 @@ _ONLY_WITH = {
 
 
 def _parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Problem]:
-    """Yield problems of options that ``parallel.reduce`` does not support."""
+    """Yield options of ``parallel`` without effect, and conflicts of them with ``train``."""
     for key, way in _ONLY_WITH.items():
         if getattr(parallel, key) != getattr(_DEFAULT, key) and parallel.reduce != way:
             yield _named(

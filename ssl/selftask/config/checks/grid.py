@@ -186,7 +186,7 @@ def resized_pipeline(transforms: list[Component], size: int) -> list[Component]:
 
 
 def nominal_size(transforms: list[Component]) -> int | None:
-    """Return the ``size`` of the last transform that resizes images, or None."""
+    """Return the output size in pixels of the last transform with a fixed ``size``, or None."""
     for transform in reversed(transforms):
         if _sets_size(transform):
             return int(transform.args["size"])

@@ -57,6 +57,9 @@ def module_initialized(call: str) -> Iterator[None]:
 
     Args:
         call: The call that must come first.
+
+    Raises:
+        UserError: In place of this error, if it is raised in the user's own code.
     """
     try:
         yield

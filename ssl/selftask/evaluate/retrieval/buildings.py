@@ -61,6 +61,8 @@ def read_truth(path: Path) -> Truth:
 def read_instre(path: Path) -> tuple[list[str], list[str], list[np.ndarray]]:
     """Return the names of queries and images of ``gnd_instre.mat``, and positives of each query.
 
+    The positives (n,) are positions in the list of images, counted from 0.
+
     Raises:
         UserError: If scipy is not installed, or the file has another format.
     """

@@ -35,7 +35,7 @@ class ByClass:
 
     @property
     def accuracy(self) -> np.ndarray:
-        """Fraction of correct predictions for each class; 0 for a class without images."""
+        """Fraction of correct predictions for each class (C,); 0 for a class without images."""
         return np.asarray(self.confusion.diagonal() / self.confusion.sum(axis=1).clip(min=1))
 
     @property
