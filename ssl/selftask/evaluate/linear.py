@@ -46,7 +46,8 @@ class Linear(FewLabels):
         """Return test accuracies by metric name. The weight decay is chosen on training images.
 
         Raises:
-            UserError: If images have no labels, or a class has fewer than ``few_labels``.
+            UserError: If images have no labels, or a class has fewer images than an entry of
+                ``few_labels``.
         """
         self.check(train, test, "linear probe")
         train, test = _standardized(train, test)

@@ -163,7 +163,7 @@ class _Rounded(NamedTuple):
 
 
 def _unit(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of a 1 in rounded rows (N, E), (N, 1)."""
+    """Return the scales (N, 1) by which rows (N, E) are divided before they are rounded."""
     if dtype == torch.bfloat16:
         return rows.new_ones(len(rows), 1)
     return rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127

@@ -52,8 +52,8 @@ class SVM(FewLabels):
         """Return the accuracy and mean average precision of test images, by metric name.
 
         Raises:
-            UserError: If images have no labels, a class has fewer than ``few_labels``, or there is
-                one class only.
+            UserError: If images have no labels, a class has fewer images than an entry of
+                ``few_labels``, or there is one class only.
         """
         self.check(train, test, "SVM")
         generator = torch.Generator().manual_seed(self.seed)

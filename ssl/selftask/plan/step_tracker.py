@@ -96,7 +96,9 @@ class StepTracker(TorchDispatchMode):
 def _convolution_backward(
     gradient: Tensor, images: Tensor, weight: Tensor, *options: Any, out_val: Any
 ) -> int:
-    """Return the FLOPs: for each gradient, of images and weight, as many as in the forward pass.
+    """Return the FLOPs: as many as in the forward pass for each requested gradient.
+
+    The gradients of images and of the weight may be requested.
 
     torch's own formula counts the weight gradient of a grouped convolution as if it had one group.
     """

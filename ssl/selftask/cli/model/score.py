@@ -78,7 +78,7 @@ def _beside(config: Config, checkpoint: Path, folder: Path, average: str | None)
 
 
 def _check_labeled(config: Config, source: Source) -> None:
-    """Raise UserError if the method needs labels and the images have none.
+    """Raise UserError if the method needs labels and an image has none.
 
     Training allows such images in ``data.val`` and leaves them out.
     """

@@ -27,8 +27,8 @@ class Request:
     run: Path
     evaluations: list[str]
     words: list[str]  # key=value words for the config and the choice of weights
-    checkpoints: str
-    every: int
+    checkpoints: str  # all, last, best, or a pattern of steps
+    every: int  # only checkpoints at multiples of this step; does not apply to best
 
     def chosen(self) -> list[Path]:
         """Return the selected checkpoints that exist now, oldest first.

@@ -82,7 +82,7 @@ def folder_of(word: str, command: str = "runs") -> Path:
 
 
 def lines_of(folders: list[Path]) -> list[RunLine]:
-    """Return a line for each run below the folders, with the state of its job."""
+    """Return a line for each run below the folders or of their submissions, and its job's state."""
     runs: dict[Path, RunLine] = {}
     jobs: dict[Path, str] = {}
     for folder in folders:

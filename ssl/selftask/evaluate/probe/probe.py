@@ -93,7 +93,10 @@ class Probe:
     def __call__(
         self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
     ) -> dict[str, float]:
-        """Return the accuracy on each validation set and the settings of the tested head.
+        """Return the accuracy on each validation set.
+
+        The settings of the tested head are also returned if there is one seed, and its accuracy on
+        held-out images if it was chosen among several heads.
 
         Several ranks share the images; each trains all heads, on the features of all images.
 

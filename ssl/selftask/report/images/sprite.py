@@ -71,7 +71,7 @@ class Sprite:
         return -(-(self.side + 2 * GUTTER) // _BLOCK) * _BLOCK
 
     def css(self) -> str:
-        """Return the CSS that shows this sheet in elements of class ``name``."""
+        """Return the CSS that shows the sheet in elements of class ``name``; empty if no tiles."""
         if not self._pixels:
             return ""
         sheet = self._sheet()
