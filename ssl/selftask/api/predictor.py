@@ -110,6 +110,7 @@ class Predictor:
 
         Raises:
             UserError: If a file is missing or cannot be read.
+            ValueError: If an array or tensor is not an image, or has another number of channels.
         """
         return self.predict([image])[0]
 
@@ -123,6 +124,7 @@ class Predictor:
 
         Raises:
             UserError: If a file is missing or cannot be read.
+            ValueError: If an array or tensor is not an image, or has another number of channels.
         """
         try:
             features = self.model.features(images)  # (B, E)

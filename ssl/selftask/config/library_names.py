@@ -45,7 +45,7 @@ def _imported_names(library: str) -> set[str]:
 
 @cache
 def _read_names(library: str) -> set[str]:
-    """Return the model names found in the library's source, without importing it."""
+    """Return the model names in the library's source; import it only if none are found there."""
     spec = importlib.util.find_spec(library)
     origin = spec.origin if spec is not None else None
     names: set[str] = set()

@@ -142,7 +142,7 @@ class Clock:
 
     @property
     def ends_epoch(self) -> bool:
-        """True in ``on_step`` if the step was the last of its epoch."""
+        """True in ``on_step`` if the step was the last of its epoch or of the run."""
         return self.batch_in_epoch == 0 or self.batch >= self.length.total_batches
 
     @property

@@ -41,7 +41,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DepthOptions(HeadOptions):
-    """Options of depth."""
+    """Options of the depth evaluation: bins, range and unit of depths."""
 
     bins: int = setting(256, min=2, max=10_000)
     """Number of bins of equal width."""

@@ -148,7 +148,7 @@ def _arrow_table(
 
 
 def _with_classes(facts: dict[str, Any], source: Source) -> dict[str, Any]:
-    """Add the names of the classes, if the source has them."""
+    """Return the facts, with the names of the classes if the source has them."""
     names = source.class_names() if hasattr(source, "class_names") else None
     return facts if names is None else {**facts, "classes": [*map(str, names)]}
 

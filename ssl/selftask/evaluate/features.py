@@ -50,7 +50,7 @@ class Features:
         return len(self.features)
 
     def to(self, device: torch.device | str) -> Features:
-        """Return a copy on another device."""
+        """Return the features on a device; tensors that are there already are not copied."""
         return Features(*(x.to(device) for x in (self.features, self.targets, self.indices)))
 
     def __getitem__(self, rows: Tensor) -> Features:

@@ -85,7 +85,7 @@ class LabelCounts:
         return replace(self, train=np.where(self.test > 0, self.train, 0))
 
     def name(self, label: int) -> str:
-        """Return the name of a class, or its number."""
+        """Return the name of a class in quotes, or its number."""
         return repr(self.names[label]) if self.names else str(label)
 
     def describe(self) -> str:

@@ -225,6 +225,9 @@ def over_seeds(evaluation: Any, inputs: tuple[Any, ...], key: str) -> dict[str, 
         evaluation: The evaluation; ``seeds`` above 1 repeats it with ``seed``, ``seed + 1``, ...
         inputs: Arguments to call it with.
         key: Config key of the evaluation, for errors.
+
+    Raises:
+        UserError: If the evaluation does not take these arguments, or as in ``flat_scores``.
     """
     names = ["train", "test"] if len(inputs) == 2 else ["backbone", "config", "sources", "device"]
     check_takes(evaluation, names, key)

@@ -23,7 +23,7 @@ def validation_loss(task: Task, name: str = "") -> dict[str, float]:
 
     The views are those of training with the draws of epoch 0, so they are the same at each
     evaluation and on any number of ranks. Network, teachers and method are in eval mode, so no
-    statistics change.
+    statistics change. With a schedule-free optimizer, the network has the averaged weights.
 
     Args:
         task: The task.

@@ -169,7 +169,8 @@ def read_names(table: str | None, classes: Sequence[str]) -> dict[str, list[str]
         classes: Name or number of each class of the data.
 
     Raises:
-        UserError: If the table is damaged, or its classes are not those of the data.
+        UserError: If the table is damaged, its classes are not those of the data, or there is no
+            table and the classes are numbers.
     """
     if table is None:
         if all(name.isdecimal() for name in classes):

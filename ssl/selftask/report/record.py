@@ -226,7 +226,7 @@ class RunRecord:
     def _read_values(
         self, name: str, read: Callable[[Path], dict[str, Any]], kinds: Mapping[str, Kind]
     ) -> dict[str, Any]:
-        """Return the values of a file, without those of unexpected types."""
+        """Return the values of a file, without those of unexpected types; note ``problems``."""
         try:
             content = read(self.folder / name)
         except FileNotFoundError:
@@ -245,7 +245,11 @@ class RunRecord:
         read: Callable[[Path], Lines],
         check: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], str]] | None = None,
     ) -> list[dict[str, Any]]:
-        """Return the objects of a file with one JSON object per line, without unexpected values."""
+        """Return the objects of a file with one JSON object per line; none if it is missing.
+
+        Unexpected values are dropped. What is damaged or unreadable is added to ``problems``, and a
+        file that is read in part to ``thinned``.
+        """
         try:
             lines = read(self.folder / name)
         except FileNotFoundError:

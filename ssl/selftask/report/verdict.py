@@ -184,7 +184,7 @@ def _since(column: Column, limit: float) -> int | None:
 
 
 def _frozen(columns: Mapping[str, Column], events: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return why no weights change, or None if they do."""
+    """Return why no weights change, or None if nothing indicates that."""
     lr = columns.get("lr")
     rates = [value for name in columns if name.startswith("lr/") for value in columns[name].values]
     if lr and len(lr.values) > 1 and not any([*lr.values, *rates]):

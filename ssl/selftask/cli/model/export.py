@@ -369,7 +369,10 @@ def _newest(run: Path, number: int) -> list[Path]:
 
 
 def _with_statistics(backbone: nn.Module, config: Config, *, trust: bool) -> nn.Module:
-    """Recompute the BatchNorm statistics of the averaged backbone if the run has ``precise_bn``."""
+    """Return the averaged backbone, with new BatchNorm statistics if the run has ``precise_bn``.
+
+    If it does not have that hook, a note on stderr says that they belong to other weights.
+    """
     from torch.nn.modules.batchnorm import _BatchNorm
 
     from selftask.data.data_module import DataModule

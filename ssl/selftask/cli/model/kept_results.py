@@ -26,7 +26,7 @@ def keep(
     options: Any,
     row: dict[str, Any],
 ) -> None:
-    """Append a result to the ``evaluations.jsonl`` of a run, if it can be written.
+    """Append a result to the ``evaluations.jsonl`` of a run; print a note if that fails.
 
     The line also has all options, such as the seed and the name of the protocol, and digests of the
     weights and images.

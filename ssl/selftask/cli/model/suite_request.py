@@ -49,7 +49,8 @@ class Request:
     def overrides(self, evaluations: list[str]) -> list[str]:
         """Return config overrides that select these evaluations and set their options.
 
-        ``knn.k=10`` becomes ``eval.evaluations.knn.k=10``; other words are kept.
+        ``knn.k=10`` becomes ``eval.evaluations.knn.k=10``; other words are kept. If they name other
+        images, the run's validation sets are dropped.
         """
         asked = ", ".join(f"{name}: {{}}" for name in evaluations)
         of_evaluations = {word for word in self.words if word.partition(".")[0] in self.evaluations}

@@ -74,7 +74,7 @@ def import_entry_points() -> None:
 
 
 def import_object(address: str, key: str) -> Any:
-    """Import and return ``package.module:name``, which may be in the current folder.
+    """Import and return ``package.module:name``; add the current folder to ``sys.path``.
 
     Args:
         address: ``package.module:name``.

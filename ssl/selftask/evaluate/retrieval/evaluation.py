@@ -196,7 +196,7 @@ def _judge(
 def _similarities(
     queries: Sequence[Tensor | None], database: Tensor
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the number of each query and its cosines (M,), computed in blocks of queries."""
+    """Yield the number and the cosines (M,) of each readable query, computed block by block."""
     size = max(1, _PRODUCTS // len(database))
     described = [(number, row) for number, row in enumerate(queries) if row is not None]
     for first in range(0, len(described), size):

@@ -112,7 +112,10 @@ class Comparison:
         return not any(key.startswith("method.") for key in self.keys)
 
     def rank(self, column: str) -> None:
-        """Sort groups, and the runs in a group, by the last value of a column, best first."""
+        """Sort the groups and the runs in each by the last value of a column; number the groups.
+
+        The best is first.
+        """
         sign = 1 if smallest_first(column) else -1
 
         def order(value: float | None) -> tuple[bool, float]:

@@ -54,8 +54,8 @@ def paired(records: Sequence[RunRecord], names: Sequence[str]) -> list[Pair]:
     """Return the differences between pairs of runs in metrics on the same test images.
 
     The newest result of each metric is used. Results are compared if their training images, test
-    images and evaluation settings are the same. If there are more than six runs, only pairs with
-    the first run are compared.
+    images and evaluation settings are the same, and equally many test images were readable. If
+    there are more than six runs, only pairs with the first run are compared.
 
     Args:
         records: The runs, best first.

@@ -61,7 +61,10 @@ class ImageSections:
         self._opened: tuple[Config, Sources] | None = None
 
     def make(self) -> list[Section]:
-        """Return the sections; a section that cannot be shown contains the reason."""
+        """Return the sections; a section that cannot be shown contains the reason.
+
+        There are none if ``images`` is 0 or the run has no ``config.yaml``.
+        """
         if not self.images or not (self.run / "config.yaml").is_file():
             return []
         settings = digest(read_bytes(self.run / "config.yaml"))
