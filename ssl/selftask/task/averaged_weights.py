@@ -13,14 +13,18 @@ from selftask.hooks.base import Task
 
 
 def set_phase_weights(task: Task) -> None:
-    """Set the weights for the phase: training weights, or the averages in a test phase."""
+    """Switch schedule-free optimizers to the training weights, or to averages in a test phase."""
     for optimizer in _averaging(task):
         optimizer.train() if task.train else optimizer.eval()
 
 
 @contextmanager
 def averaged_weights(task: Task) -> Iterator[bool]:
-    """Context in which the network has averaged weights; yields True if the optimizer has any."""
+    """Context in which the network has the averaged weights of schedule-free optimizers.
+
+    Yields False, and changes nothing, if there is no such optimizer. On exit, the weights of the
+    phase are restored.
+    """
     averaging = _averaging(task)
     for optimizer in averaging:
         optimizer.eval()
@@ -31,5 +35,5 @@ def averaged_weights(task: Task) -> Iterator[bool]:
 
 
 def _averaging(task: Task) -> list[Any]:
-    """Return torch's part of all schedule-free optimizers."""
+    """Return the schedule-free optimizers, as torch optimizers."""
     return [one.optimizer for one in task.all_optimizers if hasattr(one.optimizer, "eval")]

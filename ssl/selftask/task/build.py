@@ -49,7 +49,11 @@ log = get_logger(__name__)
 
 
 def train_step(component: Component) -> Callable[[Task], None]:
-    """Return the train step: the registered function, or an instance of the registered class."""
+    """Return the train step: the registered function, or an instance of the registered class.
+
+    Raises:
+        UserError: If the class has no ``__call__``, or the step cannot be called with the task.
+    """
     registered = TRAIN_STEPS[component.name]
     step: Callable[[Task], None]
     step = registered(**component.args) if isinstance(registered, type) else registered
@@ -109,7 +113,10 @@ def set_up_method(task: Task, initial: InitialWeights) -> None:
 
 
 def _compile_parts(task: Task) -> None:
-    """Compile the networks of teachers and frozen modules, and blocks of the trained network."""
+    """Compile teachers and frozen modules, and blocks of the trained network if necessary.
+
+    Sets ``task.compiled_whole``: False if the trained network is sharded or compiled in blocks.
+    """
     train, parallel = task.config.train, task.config.parallel
     is_sharded = parallel.reduce == "fsdp" and world_size() > 1
     for part in task.loss.modules():
@@ -177,7 +184,7 @@ def optimizers(task: Task) -> tuple[Any, dict[str, Any]]:
 
 
 def _depths(task: Task, optimizer: OptimizerConfig) -> dict[str, int]:
-    """Return the layer index of each backbone parameter, if ``layer_decay`` is used."""
+    """Return the layer index of each backbone parameter by name; empty without ``layer_decay``."""
     if optimizer.layer_decay == 1.0:
         return {}
     backbone = task.base_model.backbone
@@ -197,6 +204,9 @@ def hooks(task: Task) -> dict[str, Any]:
 
     Each hook is added to ``task.named_hooks`` as soon as it is built, so that closing the task
     releases it even if a later hook cannot be built.
+
+    Raises:
+        UserError: If a registered class is not a hook, or a hook of Classy Vision cannot be built.
     """
     _add_required_hooks(task)
     task.named_hooks = {}
@@ -213,7 +223,7 @@ def hooks(task: Task) -> dict[str, Any]:
 
 
 def _add_required_hooks(task: Task) -> None:
-    """Add the hooks that settings of the config need, unless the task has them already."""
+    """Add to ``task.added_hooks`` the hooks that are always needed, or needed by the config."""
     train, added = task.config.train, task.added_hooks
     if train.on_nan == "skip":
         added.setdefault("non_finite", NonFiniteGuard("skip", budget=train.nan_budget))
@@ -248,7 +258,12 @@ def check_added_hook(hook: Any, name: str, names: Container[str]) -> None:
 
 
 def meters(task: Task) -> list[Any]:
-    """Build the meters of the config; raise UserError if method or test set do not support them."""
+    """Build the meters of the config.
+
+    Raises:
+        UserError: If a registered class is not a meter or has another ``update``, the method gives
+            no class scores, or the test set has fewer images than there are ranks.
+    """
     built = [_build(METERS, component, task.out) for component in task.config.meters.values()]
     source = task.data_module.val_source
     for key, meter in zip(task.config.meters, built, strict=True):
@@ -273,7 +288,7 @@ def meters(task: Task) -> list[Any]:
 
 
 def in_order(hooks: Iterable[Any]) -> list[Any]:
-    """Return hooks in order of priority, which is 50 for hooks of Classy Vision.
+    """Return hooks in ascending order of priority; a hook without a priority counts as 50.
 
     Raises:
         UserError: If a priority is not a number.
@@ -326,7 +341,11 @@ def call_hooks(calls: Mapping[str, Iterable[Any]], point: str, task: Task) -> No
 
 
 def wrapped_batches(wrap: Any, task: Task, batches: Iterator[Any]) -> Iterator[Any]:
-    """Return the batches of a phase, wrapped by the ``wrap_batches`` of a hook."""
+    """Return the batches of a phase, wrapped by the ``wrap_batches`` of a hook.
+
+    Raises:
+        UserError: If the hook does not return an iterator.
+    """
     wrapped = wrap(task, batches)
     if not isinstance(wrapped, Iterator):
         raise UserError(
@@ -350,6 +369,9 @@ def gradient_reductions(
 
     Returns:
         Functions by the name of the optimizer in ``optimizers``; None for ``optimizer``.
+
+    Raises:
+        UserError: If a hook's ``wrap_reduction`` does not return a function.
     """
 
     activations, frozen, clock = task.activations, task.frozen, task.clock

@@ -32,7 +32,7 @@ def export_backbone(task: Task, student: str | None = None) -> nn.Module:
     """Return a trained backbone, unsharded, with merged adapters; every rank must call it.
 
     With a schedule-free optimizer, the averaged weights are returned. Hooks can change the result
-    through ``task.before_export``.
+    through ``task.before_export``. The result may be the trained module itself: do not modify it.
 
     Args:
         task: The task.

@@ -22,6 +22,9 @@ log = get_logger(__name__)
 def initialize(network: nn.Module, rules: Sequence[InitRule], out: Path) -> None:
     """Initialize the parameters that ``rules`` match, in place, and write ``initial.txt``.
 
+    Does nothing without rules. The first rank writes the file, unless the network is on the meta
+    device.
+
     Args:
         network: The network, with the weights of ``init.backbone``.
         rules: Rules in order; if several match a parameter, the last one applies.

@@ -33,11 +33,12 @@ def train_loop(task: Task) -> None:
 def iterate_steps(task: Task) -> Iterator[int]:
     """Prepare a task, then train it phase by phase; yield the number of each finished step.
 
-    Every hook's ``on_exception`` runs before an exception leaves this function. If the iteration is
-    abandoned, the task is closed.
+    Every hook's ``on_exception`` runs before an exception leaves this function. The task is closed
+    at the end, also if the iteration is abandoned.
 
     Raises:
-        Interrupted: If a stop was requested; a checkpoint has been saved.
+        Interrupted: If a stop was requested before the end; a checkpoint has been saved.
+        NonFiniteLoss: If the loss or a gradient is not finite, and ``recover`` raises the error.
     """
     with numerics(task.config.train, task.device):
         yield from _iterate(task)
@@ -114,7 +115,8 @@ def read_batches(task: Task, stop: int) -> Iterator[Batch]:
 def draws_of(task: Task) -> Draw | None:
     """Return the function that makes random draws for method and dropout layers, or None.
 
-    The loader calls it in its worker processes, which are forked when the first batch is read.
+    The loader calls it in its worker processes, if there are any. They are forked when the first
+    batch is read.
     """
     draw = task.loss.draw if type(task.loss).draw is not Method.draw else None
     if draw is None and not LAYER_DRAWS.num_layers:
@@ -133,7 +135,7 @@ def draws_of(task: Task) -> Draw | None:
 
 
 def _stop_if_asked(task: Task) -> None:
-    """Save and raise Interrupted if a stop was requested."""
+    """Save and raise Interrupted if a stop was requested and training is not done."""
     if task.interrupted_by is not None and not task.done_training():
         task.save_checkpoint()
         raise Interrupted(task.interrupted_by)

@@ -28,7 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_report(task: Task) -> list[str]:
-    """Return the memory use of a step by layer, and the nearest batch size that fits.
+    """Return lines on the memory use of a step, by layer, and on the batch size that would fit.
 
     Activations that the network keeps for its backward pass are counted from shapes on the meta
     device. Memory of the method and temporary memory of single operators are not included. The
@@ -67,7 +67,10 @@ def _largest_layers(by_layer: dict[str, int]) -> list[str]:
 
 
 def _bytes_of_a_sample(task: Task) -> dict[str, int]:
-    """Return the bytes that each module keeps for the backward pass of one sample, by name."""
+    """Return the bytes that each module keeps for the backward pass of one sample, by name.
+
+    The empty name has the total.
+    """
     LAYER_DRAWS.stop()
     here = task.length.batch_size // task.world.size
 
@@ -84,7 +87,7 @@ def _bytes_of_a_sample(task: Task) -> dict[str, int]:
 
 
 def fixed_bytes(task: Task) -> int:
-    """Return the bytes of weights, gradients and optimizer state, at any batch size."""
+    """Return the bytes of this rank's weights, gradients and optimizer state."""
     weights = [p for module in (*task.networks, task.loss) for p in module.parameters()]
     unique = {id(tensor): tensor for tensor in weights}.values()
     return (
@@ -93,7 +96,13 @@ def fixed_bytes(task: Task) -> int:
 
 
 def budget_bytes(task: Task, fixed: int) -> int | None:
-    """Return the bytes available for activations, or None if unknown."""
+    """Return the bytes available for this rank's activations, or None if unknown.
+
+    Args:
+        task: The task.
+        fixed: Result of ``fixed_bytes``. It is subtracted from the memory of a GPU; on a CPU, the
+            free memory is counted, which the weights have already reduced.
+    """
     if task.device.type == "cuda":
         return int(torch.cuda.mem_get_info(task.device)[1]) - fixed
     available = available_bytes()  # the weights are already allocated

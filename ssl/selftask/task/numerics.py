@@ -120,6 +120,7 @@ def numerics(train: TrainConfig, device: torch.device) -> Iterator[None]:
 
     cuBLAS reads its workspace setting from the environment when it starts. In a process that has
     already used CUDA, ``train.deterministic`` therefore comes too late, and torch raises an error.
+    This environment variable stays set.
     """
     cudnn: Any = torch.backends.cudnn
     precision, benchmark = torch.get_float32_matmul_precision(), cudnn.benchmark
@@ -169,13 +170,13 @@ def describe_numerics(train: TrainConfig, device: torch.device) -> str | None:
 def num_threads(config: Config, world: World) -> int:
     """Return the number of torch's CPU threads per process.
 
-    On a CPU, ``auto`` leaves a quarter of the process's cores free, at least one, for the loader:
-    making views takes 0.5 to 5 % of the CPU time of training (``tools/bench/threads.py``). The
-    value does not depend on the number of workers, since results depend on it bit for bit. More
-    threads than free cores are several times slower: threads synchronize at every operation, so
-    all of them wait for one that has lost its core to a worker.
+    On a CPU, ``auto`` leaves a quarter of the process's cores free for the loader, at least one
+    unless the process has only one core: making views takes 0.5 to 5 % of the CPU time of training
+    (``tools/bench/threads.py``). The value does not depend on the number of workers, since results
+    depend on it bit for bit. More threads than free cores are several times slower: threads
+    synchronize at every operation, so all of them wait for one that has lost its core to a worker.
 
-    With an accelerator, ``auto`` uses the cores that the workers leave free.
+    With an accelerator, ``auto`` uses the cores that the workers leave free, at least one.
 
     Args:
         config: The config of the run.
@@ -192,7 +193,7 @@ def num_threads(config: Config, world: World) -> int:
 
 @contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Context with ``number`` CPU threads of torch; a script has its own number afterwards."""
+    """Context in which torch has ``number`` CPU threads; the earlier number is restored on exit."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -24,7 +24,10 @@ log = get_logger(__name__)
 
 
 def log_parts(task: Task) -> None:
-    """Log model, run length, learning rate and parameter groups; write ``groups.txt``."""
+    """Log model, run length, learning rate and parameter groups.
+
+    Also sets ``task.opening["model"]``; the first rank writes ``groups.txt``.
+    """
     channels = task.data_module.channels
     lines = [*opening_lines(task.config, task.base_model, task.loss, channels)]
     task.opening["model"] = lines[-1].removeprefix("model: ")

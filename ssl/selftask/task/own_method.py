@@ -62,7 +62,7 @@ def _check_calls(method: Method) -> None:
 
 
 def _misspelled(kind: type[Method]) -> Iterator[tuple[str, str]]:
-    """Yield functions of a class that have nearly the name of one that it does not override."""
+    """Yield pairs: a function of a class, and the similar name of one that it does not override."""
     inherited = [name for name in _CALLED if getattr(kind, name) is getattr(Method, name)]
     for name, value in vars(kind).items():
         if inspect.isfunction(value) and name not in _CALLED:
@@ -71,7 +71,7 @@ def _misspelled(kind: type[Method]) -> Iterator[tuple[str, str]]:
 
 
 def build_network(method: Any, backbone: nn.Module, task: Task) -> nn.Module:
-    """Return the network of a method; raise UserError if it is none."""
+    """Return the network of a method; raise UserError if it is no module with a ``backbone``."""
     with module_initialized("super().__init__()"):
         network = method.build_network(backbone, task)
     if not isinstance(network, nn.Module) or not hasattr(network, "backbone"):

@@ -28,7 +28,7 @@ _OF_A_NODE = {
     *(f"data.{name}" for name in ("num_workers", "cache", "stage_to")),
     *(f"data.{name}" for name in ("read_timeout_s", "read_retries")),
 }
-"""Sections and keys that may differ between ranks. The images behind them are compared instead."""
+"""Sections and keys that may differ between ranks, as may paths of images."""
 
 
 def open_same_data(config: Config, sources: Sources | None = None) -> Sources:
@@ -51,7 +51,8 @@ def open_same_data(config: Config, sources: Sources | None = None) -> Sources:
 def check_same_on_ranks(config: Config) -> None:
     """Raise UserError on every rank if ranks have different configs or code. Collective call.
 
-    Paths of images, ``out``, and settings of the machine (workers, caches, time limits) may differ.
+    ``recipe``, ``out``, ``launch``, paths of images, and settings of the machine (threads, workers,
+    caches, time limits) may differ.
     """
     if world_size() == 1:
         return
@@ -111,7 +112,7 @@ def _other_keys(values: Mapping[str, Any], first: Mapping[str, Any]) -> list[str
 
 
 def _other_files(digests: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
-    """Return the files that differ; one that only one rank has imported may be its own."""
+    """Return the files that differ; a file that only one of the two ranks has does not count."""
     return sorted(name for name, digest in digests.items() if first.get(name, digest) != digest)
 
 

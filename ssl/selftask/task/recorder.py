@@ -39,7 +39,11 @@ class Recorder:
         self.history = History()
 
     def log(self, name: str, value: Any) -> None:
-        """Add ``value``, a number or scalar tensor, to the next row; does not synchronize."""
+        """Add ``value``, a number or scalar tensor, to the next row; does not synchronize.
+
+        Raises:
+            ValueError: If it is a tensor with another number of elements.
+        """
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"log({name!r}): a number is expected, not a tensor {(*value.shape,)}")
         self.scalars[self.scope + name] = (
@@ -104,7 +108,10 @@ class Recorder:
         return self.media is not None
 
     def write_row(self, row: dict[str, Any]) -> None:
-        """Write ``row``, with step and epoch, to the log, ``metrics.jsonl`` and all writers."""
+        """Write ``row``, with step and epoch, to the log, ``metrics.jsonl`` and all writers.
+
+        The first rank writes. On every rank, ``last_row`` is set and ``on_row`` is called.
+        """
         epoch = self.clock.batch / self.length.batches_per_epoch
         self.last_row = {"step": self.clock.steps_done, "epoch": epoch, **row}
         self.history.add(self.last_row)

@@ -85,8 +85,8 @@ def replay(folder: Path, overrides: list[str], *, trust: bool = False) -> Replay
         trust: Allow code and addresses that the run names.
 
     Raises:
-        UserError: If the folder holds no dump, the data of the run cannot be opened, or the run
-            names code or addresses and ``trust`` is False.
+        UserError: If the folder holds no complete and readable dump, the data of the run cannot be
+            opened, or the run names code or addresses and ``trust`` is False.
     """
     parts, state = _read(folder)
     with tempfile.TemporaryDirectory() as out:

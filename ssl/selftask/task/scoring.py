@@ -67,11 +67,14 @@ def log_meters(task: Task) -> None:
 def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, float]:
     """Return loss and meters of one pass over ``data.val``, each image once.
 
-    Every rank must call this function.
+    Every rank must call this function. It resets the meters and sets ``task.last_batch``.
 
     Args:
         task: The task, prepared.
         see: Called with each batch; its ``output`` is ``Method.logits`` of the network's output.
+
+    Returns:
+        ``loss``, and the values of each meter as ``METER_VALUE``, where METER is its config key.
     """
     total = torch.zeros(2, dtype=torch.float64, device=task.device)  # loss, images
     train, task.train = task.train, False

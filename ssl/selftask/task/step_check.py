@@ -24,8 +24,8 @@ class StepCheck:
     """Check of what a train step does in its first steps, at its hook points and at its end.
 
     Epochs, schedules and resuming depend on the counted batches, so a wrong number is an error.
-    What a step may leave out on purpose is a warning, once in a run. A step that keeps the rules at
-    first keeps them later, so that the check costs no time then.
+    What a step may leave out on purpose is a warning, once in a run. Later steps are not checked: a
+    step that follows the rules at first follows them later.
 
     Args:
         task: The task, with its optimizers and loss scaler.
@@ -50,7 +50,7 @@ class StepCheck:
         self.other_updates += 1
 
     def begin(self, task: Task) -> None:
-        """Begin a train step, which reads ``task.batches``."""
+        """Begin a train step; ``task.batches`` is wrapped to count the batches that it reads."""
         if not self.remaining:
             return
         self.updates = self.other_updates = self.reads = self.reductions = 0
@@ -80,10 +80,11 @@ class StepCheck:
             )
 
     def end(self, task: Task) -> None:
-        """Compare the batches that a step has read with those it has counted.
+        """Compare the batches that a step has read with those it has counted; warn of omissions.
 
         Raises:
-            UserError: If they differ, or are not ``train.accumulate`` for each counted step.
+            UserError: If it has read none, if the numbers differ, or if they are not
+                ``train.accumulate`` for each counted step (fewer at the end of a phase).
         """
         if not self.remaining:
             return

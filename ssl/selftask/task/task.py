@@ -189,11 +189,7 @@ class Task(Recorder, ClassyTaskNames):
         return numerics.autocast(self.device, self.low_precision)
 
     def score(self, see: Callable[[Batch], None] | None = None) -> dict[str, float]:
-        """Return loss and meters of one pass over ``data.val``; every rank must call this method.
-
-        Args:
-            see: Called with each batch after the loss.
-        """
+        """Return loss and meters of all ranks' pass over ``data.val``; see ``scoring.score``."""
         return score(self, see)
 
     def update_meters(self, batch: Batch) -> None:
@@ -206,15 +202,21 @@ class Task(Recorder, ClassyTaskNames):
         return self.reduction.no_sync()
 
     def reduce_gradients(self, optimizer: str | None = None) -> None:
-        """Average an optimizer's gradients over ranks, and drop those of frozen parameters."""
+        """Average an optimizer's gradients over ranks, and drop those of frozen parameters.
+
+        ``optimizer`` is its name in ``self.optimizers``; None for ``self.optimizer``.
+        """
         self._reduce[optimizer]()
 
     def export_backbone(self, student: str | None = None) -> nn.Module:
-        """Return the backbone, or another student's, unsharded; every rank must call it."""
+        """Return a backbone, unsharded; every rank must call it.
+
+        See ``exported.export_backbone``.
+        """
         return exported.export_backbone(self, student)
 
     def sync_buffers(self) -> None:
-        """Give every rank the same buffers, by ``parallel.buffers``; every rank must call it."""
+        """Give every rank equal buffers; every rank must call it. See ``exported.sync_buffers``."""
         exported.sync_buffers(self)
 
     def advance(self, batches: int = 1) -> None:
@@ -223,7 +225,7 @@ class Task(Recorder, ClassyTaskNames):
         HEARTBEAT.step = self.clock.steps_done
 
     def skip_step(self) -> None:
-        """Discard the gradients of an abandoned step; BatchNorm's statistics may have changed."""
+        """Discard gradients and count a skipped step; BatchNorm's statistics may have changed."""
         for optimizer in self.all_optimizers:
             optimizer.zero_grad()
         for reduction in self.reductions.values():
@@ -234,7 +236,7 @@ class Task(Recorder, ClassyTaskNames):
         HEARTBEAT.step = self.clock.steps_done
 
     def run_hooks(self, point: str) -> None:  # type: ignore[override]
-        """Call every hook that defines ``point``, the method first."""
+        """Call every hook that defines ``point``, the method first; UserError if it is unknown."""
         self.step_check.at(point, self)
         build.call_hooks(self.calls, point, self)
 
@@ -254,7 +256,10 @@ class Task(Recorder, ClassyTaskNames):
 
     @property
     def should_log(self) -> bool:
-        """True if this step is logged; compute expensive metrics only then."""
+        """True if this step is logged; compute expensive metrics only then.
+
+        After ``advance``, as in ``on_step``, it is about the next step instead.
+        """
         done = self.clock.steps_done + 1
         return done % self.config.train.log_every == 0 or done == self.length.total_steps
 
@@ -377,11 +382,11 @@ class Task(Recorder, ClassyTaskNames):
     # -- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parts, as tensors and plain Python objects."""
+        """Return the state of all parts; every rank must call it. See ``task_state.take``."""
         return task_state.take(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of all parts, which must match exactly."""
+        """Restore the state of all parts; see ``task_state.restore``."""
         task_state.restore(self, state)
 
     @cached_property
@@ -390,5 +395,5 @@ class Task(Recorder, ClassyTaskNames):
         return to_yaml(self.config)
 
     def save_checkpoint(self) -> None:
-        """Save a checkpoint unless this step has one; every rank must call this method."""
+        """Save a checkpoint unless this step and phase have one; every rank must call it."""
         task_state.save(self)

@@ -90,7 +90,14 @@ def _place_of_backbone(task: Task) -> str:
 
 
 def restore(task: Task, state: dict[str, Any]) -> None:
-    """Restore the state of all parts; raises ValueError or an error of torch if they differ."""
+    """Restore the state of all parts, which must match, except hooks.
+
+    A hook without a state in the checkpoint starts anew.
+
+    Raises:
+        ValueError: If the names of the optimizers differ. Other differences raise errors of torch,
+            or KeyError.
+    """
     reduction = task.reduction
     task.base_model.load_state_dict(reduction.shard_state(task.base_model, state["model"]))
     task.loss.load_state_dict(reduction.shard_state(task.loss, state["method"]))
@@ -160,7 +167,7 @@ def _keep_threads(task: Task, saved: list[int]) -> None:
 
 
 def save(task: Task) -> None:
-    """Save ``checkpoints/step_N.pt`` unless this step has been saved.
+    """Save ``checkpoints/step_N.pt`` unless this step and phase have been saved.
 
     Every rank must call this function; rank 0 writes. With ``train.sharded_checkpoints`` every rank
     writes its part of ``checkpoints/step_N/``.
@@ -206,7 +213,7 @@ def open_writer(config: Config, out: Path) -> CheckpointWriter:
 def _read(task: Task, path: Path) -> dict[str, Any]:
     """Load a checkpoint, or this rank's part of a sharded one.
 
-    Raises DamagedCheckpoint or OSError on every rank if it cannot be read on any.
+    Raises DamagedCheckpoint or OSError on every rank if one of them cannot read it.
     """
     failure: Exception | None = None
     state: dict[str, Any] = {}
@@ -241,6 +248,9 @@ def resumes(config: Config) -> bool:
 
 def resume(task: Task) -> bool:
     """Load the checkpoint that ``resume`` selects; return True if there was one.
+
+    Checkpoints of the run folder after this one are archived, and rows of ``metrics.jsonl`` after
+    it are removed; all of them if there was none.
 
     Raises:
         UserError: If the checkpoint does not fit the config or the data, or there is no disk space

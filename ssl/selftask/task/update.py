@@ -55,6 +55,8 @@ def compute_gradients(task: Task, loss: Tensor) -> None:
 def apply_gradients(task: Task, batches: int = 1) -> None:
     """Unscale reduced gradients, step the optimizer and count the step.
 
+    Calls the hook points ``on_backward`` and ``on_update``.
+
     Args:
         task: The task; ``task.reduce_gradients`` has been called.
         batches: Number of batches of this step.
