@@ -19,7 +19,7 @@ _FIXED_KEYS = {
     "train": ("batch_size", "accumulate", "seed", "precision", "step"),
     "parallel": ("sync_batch_norm", "grad_compression"),
 }
-"""Keys that determine the result, for sections in which the others do not."""
+"""Compared keys of sections in which all other keys may change."""
 _TRAIN_MAY_CHANGE = (
     *("on_nan", "grad_scaler", "matmul_precision", "cudnn_tf32", "deterministic"),
     *("compile", "compile_options", "device"),
@@ -33,8 +33,9 @@ _DATA_MAY_CHANGE = (
 def check_same_run(config: Config) -> None:
     """Raise UserError if training would resume a run in its folder that has another config.
 
-    The length of the run may change (train.epochs, train.max_steps). So may settings that do not
-    affect the result: logging, checkpoints, hooks, evaluations, device, workers.
+    The length of the run may change (train.epochs, train.max_steps). So may logging, checkpoints,
+    hooks, evaluations, device, workers and other settings that are not compared, even if some of
+    them affect the result (see ``allowed_changes``).
     """
     if not resumes(config):
         return
@@ -52,7 +53,10 @@ def check_same_run(config: Config) -> None:
 
 
 def allowed_changes(config: Config) -> list[str]:
-    """Return the changed settings that may affect the result but do not prevent a resume."""
+    """Return the changed settings that may affect the result but do not prevent a resume.
+
+    The list is empty if training would not resume.
+    """
     if not resumes(config):
         return []
     before, now = (

@@ -29,10 +29,10 @@ _PRESENT = ("running", "finished")  # states of a run whose rank 0 has not ended
 
 @contextmanager
 def report_early_errors(out: str | Path) -> Iterator[None]:
-    """Context that writes an error of a rank to ``out/errors``, where the other ranks read it.
+    """Context that writes an error of this rank to ``out/errors``, where the other ranks read it.
 
-    Without this file, the other ranks would wait until the launcher kills them, and would then be
-    reported as the cause.
+    The error is raised again. A single process writes nothing. Without this file, the other ranks
+    would wait until the launcher kills them, and would then be reported as the cause.
     """
     world = read_world()
     path = _error_file(Path(out), world.rank)

@@ -30,7 +30,7 @@ def write(out: Path, origins: Mapping[str, str] | None = None) -> None:
 
     Args:
         out: The run folder.
-        origins: Dotted key -> origin of values of the config, without defaults.
+        origins: Dotted key -> origin of values of the config; defaults are not written.
     """
     content = describe()
     chosen = {key: origin for key, origin in (origins or {}).items() if not _is_default(origin)}

@@ -73,13 +73,16 @@ class Ending:
             by: Name of the signal or cause.
 
         Returns:
-            0 if the job was requeued, 1 if another rank has failed, 128 + the signal's number after
-            a signal, else 75.
+            0 if the job was requeued (on other ranks than 0: if rank 0 may requeue it), 1 if
+            another rank has failed, 128 + the signal's number after a signal, else 75.
         """
         return self._interrupted(by, f"checkpoint saved in {self.task.config.out}/checkpoints")
 
     def aborted(self, by: str) -> int:
-        """Report a stop without a checkpoint: after a second signal or before the first step."""
+        """Report a stop without a checkpoint: after a second signal or before the first step.
+
+        Arguments and result are those of ``interrupted``.
+        """
         return self._interrupted(by, "left at once; nothing was saved after the last checkpoint")
 
     def _interrupted(self, by: str, how: str) -> int:
@@ -120,7 +123,10 @@ class Ending:
         return error.exit_code if isinstance(error, UserError) else 1
 
     def report(self, failure: Failure) -> None:
-        """Log the failure. Rank 0 also writes the status; if it is gone, another rank does so."""
+        """Log the failure. Rank 0 also writes the status; if it is gone, another rank does so.
+
+        Rank 0 does nothing if another rank has already written it.
+        """
         first, *rest = failure.message.splitlines() or [""]
         line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
         is_reported = self.status.failed_by_another()

@@ -45,7 +45,10 @@ def start(config: Config, command: list[str]) -> int:
         command: Command line of a rank.
 
     Returns:
-        The exit code of the first rank that failed, or of rank 0.
+        The exit code of the first rank that failed in the last attempt, or 0.
+
+    Raises:
+        UserError: If another process has locked the run folder.
     """
     check_free(config.out)
     status = Status(config)
@@ -86,7 +89,7 @@ def _saved(config: Config) -> set[tuple[Path, int]]:
 
 
 class Children:
-    """Child processes, to which stop signals are passed on."""
+    """Child processes, to which stop signals of this process are passed on until ``end``."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -130,7 +133,7 @@ class Children:
 
 
 class Ranks(Children):
-    """The processes of a run on this machine.
+    """The processes of a run on this machine, which are started at once.
 
     Args:
         command: Command line of a rank.
@@ -206,7 +209,8 @@ def starts_ranks(config: Config) -> bool:
 
     Raises:
         UserError: If the launcher of this process started a different number of ranks than the
-            config requests, or if the config requests several nodes.
+            config requests, and it requests several; or if several nodes are requested from a
+            process without a launcher.
     """
     world, asked = read_world(), config.launch.world_size
     alone = asked == 1 and not config.launch.max_restarts

@@ -49,7 +49,8 @@ def train_sweep(recipe: str, points: Sequence[Point]) -> int:
         0 if all runs are finished, else the exit code of the first run that is not.
 
     Raises:
-        UserError: If a config is invalid, before any run starts.
+        UserError: If a config is invalid, ``out`` is remote, or a launcher has started this
+            process. No run has started then.
     """
     if read_world().launcher != "python":
         raise UserError("command line: a sweep starts its own processes; give one value a key")
@@ -68,7 +69,7 @@ def train_sweep(recipe: str, points: Sequence[Point]) -> int:
 
 
 def _read_configs(recipe: str, points: Sequence[Point]) -> list[Config]:
-    """Return the config of each run; raise ConfigError with the problems of all runs."""
+    """Return the config of each run; raise UserError with the problems of all runs."""
     configs = load_points(points, lambda point: load_config(recipe, point.overrides))
     if is_remote(configs[0].out):
         raise UserError(f"out={configs[0].out}: the runs of a sweep need a local folder")
@@ -144,7 +145,7 @@ def _visible_gpus() -> list[str]:
 
 
 def _share(gpus: Sequence[str], slot: int, processes: int) -> Sequence[str]:
-    """Return the GPUs of a slot's run, one per process; all GPUs if they do not suffice for two."""
+    """Return the GPUs of a slot's run, one per process; all GPUs if too few for two runs."""
     shares = max(1, len(gpus) // processes)
     first = slot % shares * processes
     return gpus[first : first + processes] if shares > 1 else gpus

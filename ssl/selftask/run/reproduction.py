@@ -48,6 +48,10 @@ def differences(
         typed: ``import=`` arguments of the user; imports that only the run names are refused unless
             ``trust``.
         trust: Import code that the run or its recipe names.
+
+    Raises:
+        UserError: If the run has no ``environment.json``.
+        UnreadableFile: If a file of the run is damaged.
     """
     there, here = read_environment(run), environment.describe()
     topics = {

@@ -58,7 +58,13 @@ from selftask.task.unreadable_images import UnreadableImages
 
 
 def run(config: Config, sources: Sources) -> int:
-    """Train or resume the run of ``config`` on ``sources``; return the exit code."""
+    """Train or resume the run of ``config`` on ``sources``; return the exit code.
+
+    If the run is already finished, print a message and return 0.
+
+    Raises:
+        UserError: If the run cannot begin, as in ``run_task``.
+    """
     fetch_out(config, read_world())
     check_same_run(config)
     if Status(config).is_finished():
@@ -80,6 +86,10 @@ def run_task(task: Task, *, raises: bool = False) -> int:
 
     Returns:
         The exit code of the process.
+
+    Raises:
+        UserError: Whatever ``raises`` is, if the run cannot begin: its folder has another run or is
+            in use, or the config does not fit the data.
     """
     config, world = task.config, task.world
     fetched = fetch_out(config, world)
@@ -162,7 +172,7 @@ _RUNNING = threading.Lock()  # held by the run of this process
 
 @contextmanager
 def _alone_in_process(out: str) -> Iterator[None]:
-    """Context of the only run of this process, in any of its threads.
+    """Context of the only run of this process; raises UserError if a thread is in another one.
 
     Random generators, log and standard streams are the process's: two runs would change each
     other's results. The lock of the run folder does not help, since POSIX locks belong to processes

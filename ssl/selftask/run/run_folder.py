@@ -27,7 +27,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by some net
 
 @contextmanager
 def locked(out: str, *, first: bool, alone: bool = False) -> Iterator[Path]:
-    """Context that creates and locks the run folder.
+    """Context that creates and locks the run folder, and yields its local path.
 
     Without the lock, two runs would truncate each other's metrics and remove each other's
     incomplete checkpoints. A folder that was created for a run is removed again if a UserError
@@ -39,7 +39,7 @@ def locked(out: str, *, first: bool, alone: bool = False) -> Iterator[Path]:
         alone: True if this is the only process, which may remove the folder.
 
     Raises:
-        UserError: If another run has locked the folder, or it is not writable.
+        UserError: If ``out`` is empty, the folder is not writable, or another run has locked it.
     """
     if not out.strip():
         raise UserError("out is empty; give the folder of the run, such as out=runs/mine")

@@ -1,7 +1,7 @@
 """State and requeueing of the SLURM job to which this process belongs.
 
-Used by rank 0 after a stop signal, and by the batch script (``slurm.batch_epilogue``) after ranks
-have died. Does not import torch.
+Used by the ranks after a stop signal, and by the batch script (``slurm.batch_epilogue``) after
+ranks have died. Does not import torch.
 """
 
 from __future__ import annotations
@@ -98,6 +98,10 @@ def depart(by: str, launch: LaunchConfig, out: Path, *, first: bool) -> ExitDeci
             do not count.
         out: The run folder, where requeues are counted.
         first: True on rank 0, which requeues the job unless it is already requeued or cancelled.
+
+    Returns:
+        The decision. In a SLURM job, after a signal that SLURM may have sent, other ranks than 0
+        always report a requeue, since only rank 0 knows whether it succeeds.
     """
     stop = getattr(signal, by, None)
     code = TRY_AGAIN if stop is None else 128 + int(stop)

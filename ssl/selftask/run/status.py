@@ -36,7 +36,8 @@ class Status:
     def failed_by_another(self) -> bool:
         """Return True if a rank has already recorded the failure of this attempt.
 
-        Older records are of an earlier run in the same SLURM job.
+        Older records are of an earlier run in the same SLURM job. Always False if the launcher does
+        not identify attempts, as for a single process.
         """
         status, attempt = self.read(), read_world().attempt
         is_failed = status.get("attempt") == attempt and status.get("state") == "failed"
@@ -66,7 +67,7 @@ class Status:
         return [self.config.train.epochs, self.config.train.max_steps]
 
     def write(self, state: str, **more: Any) -> None:
-        """Write the status.
+        """Replace the status.
 
         Args:
             state: ``running``, ``finished``, ``interrupted``, ``requeued`` or ``failed``.

@@ -54,13 +54,14 @@ class AwakeClock:
 
 
 class Watch:
-    """Watchdog of one rank.
+    """Watchdog of one rank. Every rank must create one; the thread then starts.
 
     Args:
         rank: This rank.
         size: Number of ranks.
         timeout_s: Time without progress on any rank after which the run fails, in seconds.
-        report: Called at most once, with the failure that ended the run.
+        report: Called in the thread, at most once, with the failure that ends the run. The process
+            then exits with code 1.
     """
 
     def __init__(
