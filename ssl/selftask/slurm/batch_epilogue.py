@@ -1,9 +1,9 @@
 """Epilogue of the batch script: ``python -m selftask.slurm.batch_epilogue CODE FOLDER``.
 
-It runs after srun, since killed ranks cannot report their end. It corrects ``status.json`` and the
-last log line, and may requeue the job: up to ``launch.max_requeues`` times if a rank was lost
-(killed from outside, or node failure), and up to ``launch.max_restarts`` times after other
-failures. Does not import torch.
+It runs after srun has failed, since killed ranks cannot report their end. It corrects
+``status.json`` and the last log line, and may requeue the job: up to ``launch.max_requeues`` times
+if a rank was lost (killed from outside, or node failure), and up to ``launch.max_restarts`` times
+after other failures, except errors that the user must fix. Does not import torch.
 """
 
 from __future__ import annotations

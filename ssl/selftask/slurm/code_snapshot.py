@@ -28,7 +28,7 @@ class CodeSnapshot:
         """Return a snapshot of the current folder's repository, to be copied to ``folder`` later.
 
         Raises:
-            UserError: If there is no git repository.
+            UserError: If there is no git repository, or git is not installed.
         """
         top = _git("rev-parse", "--show-toplevel").strip()
         return cls(Path(top), folder)
@@ -43,7 +43,8 @@ class CodeSnapshot:
     def copy(self) -> None:
         """Copy tracked files, and untracked ones that are not ignored, as they are now.
 
-        A symbolic link leads to the copy of its target, or to the target if that is elsewhere.
+        An earlier copy in ``folder`` is removed. A symbolic link leads to the copy of its target,
+        or to the target if that is elsewhere.
 
         Raises:
             UserError: If they take more than ``MAX_MB``.

@@ -72,6 +72,7 @@ class Submission:
             The run folder.
 
         Raises:
+            UserError: If config or data are invalid.
             RunError: If the run failed or was interrupted.
             SystemExit: If the job was requeued, so that submitit records no result. submitit
                 restarts a local job after the exit code 144.
@@ -161,6 +162,9 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
         folder: Folder of logs, scripts and pickles.
         name: Job name.
         **derived: Default sbatch options; those in ``launch.slurm`` take precedence.
+
+    Raises:
+        UserError: If a value has a control character, or the path of ``folder`` a ``%``.
     """
     chosen = {**derived, **{option(key): value for key, value in launch.slurm.items()}}
     _check_lines({"out": str(folder.absolute()), "the name of the job": name, **chosen})

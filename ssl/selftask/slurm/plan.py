@@ -53,7 +53,8 @@ class Plan:
         """Copy the snapshot, submit the runs and record their jobs in ``out``; return the jobs.
 
         Raises:
-            UserError: If SLURM's programs are missing, or sbatch refuses a job.
+            UserError: If the files of the snapshot are too large, SLURM's programs are missing, or
+                sbatch refuses a job.
         """
         if self.snapshot is not None:
             self.snapshot.copy()

@@ -130,7 +130,8 @@ def jobs_to_cancel(out: Path) -> dict[str, Path | None]:
     """Return job id -> run folder for a run or sweep, and for its ``eval suite`` jobs.
 
     If any of them is queued or running, only such jobs are returned: others may have ended long
-    ago, and a job that has ended cannot be cancelled.
+    ago, and a job that has ended cannot be cancelled. Otherwise, the jobs of the runs are returned
+    without those of ``eval suite``.
     """
     runs = noted(out)
     suites = {job: run for run in dict.fromkeys([out, *runs]) for job in suite_jobs(run)}
@@ -143,7 +144,8 @@ def jobs_to_cancel(out: Path) -> dict[str, Path | None]:
 def run_lines(outs: list[Path]) -> list[RunLine]:
     """Return a line for each run, with its job and the state from its files and from SLURM.
 
-    The jobs of ``eval suite`` for these runs follow, with the folder of their results.
+    The jobs of ``eval suite`` for these runs follow, with the folder of their results, and then the
+    folders whose record of jobs cannot be read.
     """
     runs, unread = jobs_of(outs)
     suites = {job: run for run in dict.fromkeys([*outs, *runs]) for job in suite_jobs(run)}
@@ -245,7 +247,8 @@ def queue(ids: list[str]) -> dict[str, str]:
     """Return job id -> SLURM state, such as ``RUNNING`` or ``PENDING (Priority)``.
 
     Queued jobs are read from ``squeue``, ended ones from ``sacct`` if the cluster has accounting,
-    else recent ones from ``scontrol``. Jobs unknown to SLURM are omitted.
+    else recent ones from ``scontrol``. Jobs unknown to SLURM are omitted. A local job is
+    ``RUNNING``, or ``gone`` if no process of this machine runs it.
     """
     ids = [job for job in ids if isinstance(job, str) and is_job(job)]
     listed = lines("squeue", "--noheader", "--array", "--format=%i|%T|%r", "--me")
