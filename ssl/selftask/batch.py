@@ -120,7 +120,7 @@ class Batch:
     output: Any = None
     """Result of the network; (V, B, D) by default."""
     terms: dict[str, Tensor] = field(default_factory=dict)
-    """Named terms of the loss, detached; empty if the loss is a scalar."""
+    """Named terms of the loss, including those of hooks, detached; empty if there are none."""
     loss: Tensor | None = None
     """Mean of the loss over ranks, detached."""
     added: dict[str, Any] = field(default_factory=dict)
@@ -146,10 +146,11 @@ class Batch:
     def local_loss(self) -> Tensor:
         """Loss of this rank, a scalar with its graph; set it to a scalar or to named terms.
 
-        ``added_terms`` are added when it is set.
+        ``added_terms`` are added when it is set, and ``terms`` is set as well.
 
         Raises:
             AttributeError: If the step has not computed it yet.
+            UserError: If it is set to anything else, see ``total``.
         """
         if self._local_loss is None:
             raise AttributeError("this batch has no loss yet")

@@ -1,8 +1,9 @@
 """The only module that imports Classy Vision.
 
 selftask uses Classy's interfaces of task, hook, meter and optimizer, its parameter schedulers and
-its losses. Anything registered with Classy works in a selftask config as ``classy:NAME``, or by
-its bare name once an ``import:`` module has registered it.
+its losses. Hooks, meters, optimizers, schedules and losses that are registered with Classy work in
+a selftask config as ``classy:NAME``, or by their bare name once an ``import:`` module has
+registered them. ``INSTEAD`` lists hooks that do not work.
 
 selftask does not use Classy's models, which fail under compile, its ``all_reduce_mean``, which
 overwrites its input, or its checkpoint files.
@@ -196,7 +197,11 @@ _NEEDS = {
 
 
 def refusal(name: str) -> str | None:
-    """Return why the hook ``classy:NAME`` does not work here, or None if it does."""
+    """Return why a hook of Classy does not work here, or None if no reason is known.
+
+    Args:
+        name: Its name in Classy, with or without the prefix ``classy:``.
+    """
     bare = name.removeprefix("classy:")
     if bare in INSTEAD:
         return f"Classy Vision's hook {bare!r} does not work here: {INSTEAD[bare]}"
@@ -242,10 +247,11 @@ def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -
         kind: ``hook``, ``meter``, ``optimizer``, ``loss`` or ``schedule``.
         name: Its name in Classy, with or without the prefix ``classy:``.
         args: Its config, as Classy's ``from_config`` expects it.
-        out: The run folder, where hooks write unless ``args`` gives another folder.
+        out: The run folder, where hooks write unless ``args`` gives another folder, which is
+            created. None: the current folder.
 
     Raises:
-        UserError: If the name is unknown or the config is invalid.
+        UserError: If the name is unknown, or the component cannot be built from ``args``.
     """
     bare = name.removeprefix("classy:")
     registered = _registry(kind)
@@ -271,8 +277,11 @@ def build_schedule(name: str, args: dict[str, Any], *, num_epochs: int) -> Any:
     Args:
         name: Name of the schedule.
         args: Arguments of the schedule.
-        num_epochs: Length of the training, in epochs. It is passed to the schedule, and to the
-            parts of a composite one, unless ``args`` give the length.
+        num_epochs: Length of the training, in epochs. It is passed to the schedule, or to the
+            parts of a composite one, unless their arguments give the length.
+
+    Raises:
+        UserError: If the name is unknown or the arguments are invalid.
     """
     return build("schedule", name, _with_epochs(args, num_epochs))
 

@@ -49,7 +49,7 @@ class ConfigError(UserError):
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an error, preceded by its type if the cause is not a known one."""
+    """Return the message of an error, preceded by its type unless it is a UserError or RunError."""
     is_explained = isinstance(error, UserError | RunError)
     return str(error) if is_explained else f"{type(error).__name__}: {error}"
 
