@@ -21,7 +21,8 @@ The order of the calls::
     after_evaluation                # its row is task.last_row
     on_row                          # task.last_row was written to the log; the row of an
                                     # evaluation at step 0 may come before a hook's on_start
-    on_exception                    # after any error (task.exception), before the process ends
+    on_exception                    # after an error or a stop (task.exception), before the process
+                                    # ends, and before the run returns to a checkpoint
 
 Two other methods wrap parts of a step: ``wrap_batches`` and ``wrap_reduction``. ``release`` is
 called whenever the task is closed, even if ``task.steps()`` is abandoned.
@@ -92,7 +93,7 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
     def wrap_reduction(self, task: Task, reduce: Callable[[], None]) -> Callable[[], None]:
         """Return the function that reduces gradients over ranks; it must call ``reduce`` once.
 
-        Called once, when the task is built.
+        Called when the task is built, before the first step.
 
         Args:
             task: The task.
@@ -133,7 +134,7 @@ def defines(hook: Any, point: str) -> bool:
     Args:
         hook: A hook of selftask or of Classy Vision; hooks of the latter have only five of the
             points.
-        point: Name of a hook point.
+        point: Name of a hook point, or of a method in ``WRAPPERS``.
     """
     method = getattr(type(hook), point, None)
     idle = (getattr(Hook, point), getattr(ClassyHook, point, None), ClassyHook._noop)

@@ -14,7 +14,7 @@ from selftask.registry import register_hook
 @register_hook("empty_cache")
 @dataclass(eq=False, kw_only=True)
 class EmptyCache(Hook):
-    """Empties the allocator's cache every ``every`` steps and at the end of each epoch.
+    """Empties the allocator's cache every ``every`` steps and at the end of each phase.
 
     Helps if memory is fragmented, or shared with another process. The next steps are slower, since
     they allocate memory again.

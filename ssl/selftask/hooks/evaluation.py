@@ -42,7 +42,7 @@ class EvaluateBackbone(Hook):
             self._run(task)
 
     def _warn_of_missing_labels(self, task: Task) -> None:
-        """Warn of meters without a test set, and of missing labels in ``data.val``."""
+        """Warn of evaluations without labels, and of meters without a test set."""
         feed, components = task.data_module, task.config.eval.evaluations
         names = ", ".join(key for key in components if key not in label_free(components))
         if feed.val_source is not None and names and not feed.labeled_sets:

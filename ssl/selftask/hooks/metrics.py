@@ -26,7 +26,7 @@ log = get_logger(__name__)
 @register_hook("metrics")
 @dataclass(eq=False, kw_only=True)
 class Metrics(Hook):
-    """Writes a row every ``train.log_every`` steps; stops a run whose loss is not finite.
+    """Writes a row every ``train.log_every`` steps; detects a loss that is not finite.
 
     ``loss`` is the mean over the steps since the previous row, ``loss_median`` their median. Times,
     ``data_wait`` and ``memory_mb`` are maxima over ranks. ``step_s`` is the mean time of a step
@@ -35,7 +35,7 @@ class Metrics(Hook):
 
     Losses stay on the device between rows, so that the host waits for the device only when a row is
     written. A loss that is not finite is therefore detected at the next row or before the next
-    save; the error names the first such step.
+    save. The error, which ``train.on_nan`` may handle, names the first such step.
     """
 
     priority: ClassVar[int] = 70

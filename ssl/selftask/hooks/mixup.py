@@ -113,11 +113,12 @@ class Mixup(Hook):
 
 
 def unmixed(task: Task, labels: Tensor) -> Tensor:
-    """Return the labels (B,) of a training batch for meters.
+    """Return the labels of a training batch for meters, (B,) if they were mixed.
 
     Args:
         task: The task.
-        labels: (B,), or (B, C) probabilities after mixing, of which the largest is used.
+        labels: (B, C) probabilities with the hook ``mixup``, of which the largest is used. Without
+            this hook, they are returned unchanged.
     """
     is_mixed = any(isinstance(hook, Mixup) for hook in task.hooks)
     return labels.argmax(dim=1) if is_mixed else labels

@@ -44,7 +44,7 @@ class PreciseBatchNorm(Hook):
     def recompute(self, backbone: nn.Module, data: DataModule) -> nn.Module:
         """Return a copy of the backbone with precise statistics; every rank must call this method.
 
-        A backbone without BatchNorm is returned as it is.
+        The copy is in evaluation mode. A backbone without BatchNorm is returned as it is.
         """
         if not _norms(backbone):
             return backbone

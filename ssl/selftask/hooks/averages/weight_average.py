@@ -24,8 +24,8 @@ from selftask.hooks.base import Hook, Task
 class WeightAverage(Hook):
     """Base class of hooks that average the weights of the network and evaluate the average.
 
-    Metrics of the average have the hook's name as prefix, such as ``ema_knn_top1``. If the method
-    exports a teacher, the average of the student is evaluated instead of the teacher.
+    Metrics of the average have the hook's key in the config as prefix, such as ``ema_knn_top1``. If
+    the method exports a teacher, the average of the student is evaluated instead of the teacher.
     """
 
     priority: ClassVar[int] = 40  # before evaluation
@@ -101,7 +101,10 @@ class WeightAverage(Hook):
 
     @contextmanager
     def in_place(self, task: Task) -> Iterator[None]:
-        """Context in which network and exported backbone have the averaged weights."""
+        """Context in which network and exported backbone have the averaged weights.
+
+        Every rank must enter it, since buffers are synchronized first.
+        """
         task.sync_buffers()
         self._sync_buffers()
         network = task.base_model.state_dict()

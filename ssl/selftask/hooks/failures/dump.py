@@ -28,7 +28,7 @@ def dump(task: Task, text: str, rng: dict[str, Any]) -> Path:
     The step must not have changed the state yet. Every rank must call this function.
 
     Args:
-        task: The task, in the step.
+        task: The task, in a step whose loss has been computed.
         text: The problem, for ``failure.json``.
         rng: States of this rank's generators before the step.
     """

@@ -47,7 +47,8 @@ class NonFiniteGuard(Hook):
     """Checks loss and gradients in each step, before the weights are updated.
 
     The host waits for the device twice per step. BatchNorm's running statistics of a skipped step
-    are restored. The first failures of a run are dumped in ``failures/step_N/``.
+    are restored. The first failures of a run are dumped in ``failures/step_N/``. Gradients are not
+    checked if there is a loss scaler, which has its own check.
 
     Args:
         policy: ``train.on_nan``. ``skip`` checks the whole run. The other policies check only while
@@ -206,7 +207,10 @@ def non_finite_images(batch: Batch, source: Source) -> Iterator[str]:
 
 
 def is_finite(value: Any) -> bool:
-    """Return True if all numbers in nested tuples, lists and dicts of tensors are finite."""
+    """Return True if all tensors in nested tuples, lists and dicts are finite.
+
+    Other values are not checked.
+    """
     if isinstance(value, Tensor):
         return bool(value.isfinite().all())
     if isinstance(value, dict):

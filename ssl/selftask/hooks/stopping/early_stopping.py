@@ -29,7 +29,7 @@ class EarlyStopping(Hook):
     mode: Mode = "auto"
     """Whether large or small values are good; auto: small for losses and distances."""
     patience: int = setting(5, min=1)
-    """Number of rows without improvement that are tolerated."""
+    """Number of consecutive rows without improvement after which the run ends."""
     min_delta: float = setting(0.0, min=0)
     """Smallest improvement that counts."""
     target: float | None = setting(None, also=["stopping_threshold"])

@@ -32,6 +32,8 @@ class StopOnSignal(Hook):
     the flags and reads its result one step later, so that no rank waits and all ranks stop after
     the same step. The handler is installed when the hook is built, to catch a signal during the
     first evaluation too.
+
+    The hook also saves and exits after step ``train.stop_at``, if that is set.
     """
 
     priority: ClassVar[int] = 95

@@ -50,7 +50,7 @@ class Health(Hook):
     min_rank: float = setting(MIN_RANK, min=1)
     """``effective_rank`` below this is a collapse, too."""
     max_rows: int = setting(512, min=2)
-    """Embeddings used for each row."""
+    """Maximum number of embeddings used for each row."""
 
     def __post_init__(self) -> None:
         self.warned: set[str] = set()
@@ -215,7 +215,7 @@ def _sample(task: Task) -> Tensor:
 
 
 def embedding_std(rows: Tensor) -> Tensor:
-    """Return sqrt(E) times the mean standard deviation of rows (N, E), normalized first; 0 to 1."""
+    """Return sqrt(E) times the mean standard deviation of normalized rows (N, E), about 0 to 1."""
     directions = F.normalize(rows, dim=1)
     return directions.std(dim=0).mean() * rows.shape[1] ** 0.5
 

@@ -15,7 +15,7 @@ MIN_RANK = 1.2  # effective_rank below this is a collapse too
 
 
 def stays_at_chance(first: float, lowest: float) -> bool:
-    """Return True if a loss has not fallen below its first value or chance, whichever is larger.
+    """Return True if a loss has not fallen by 1 % below its first value or chance, the larger one.
 
     Args:
         first: The first ``chance_ratio`` of the run.

@@ -23,7 +23,10 @@ class WatchedMetric:
         self._others: set[str] | None = set()  # columns of rows without it; None once it is found
 
     def value(self, task: Task) -> float | None:
-        """Return the value in the newest row, equal on all ranks, or None if the row lacks it."""
+        """Return rank 0's value in the newest row; None if the row lacks it or is of step 0.
+
+        Every rank must call this method.
+        """
         if self.name is None or not task.steps_done:  # such as an evaluation before training
             return None
         value = task.last_row.get(self.name)

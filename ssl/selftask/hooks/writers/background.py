@@ -53,7 +53,7 @@ class Background:
             return remaining
 
     def close(self) -> int:
-        """Wait as ``wait`` does, then end the thread; return how many calls remain."""
+        """Wait as ``wait`` does, and return how many calls remain; the thread ends after them."""
         remaining = self.wait()
         atexit.unregister(self.wait)
         with self._changed:

@@ -72,7 +72,7 @@ class Writer(Hook):
         """
 
     def close(self, *, failed: bool) -> None:
-        """Flush and close; ``failed`` is True if an exception ends the run."""
+        """Flush and close; ``failed`` is True if an exception ends the run or it is abandoned."""
 
     def on_start(self, task: Task) -> None:
         if is_primary():

@@ -21,7 +21,10 @@ class MediaHook(Hook):
         self.last_period = -1
 
     def is_due(self, task: Task) -> bool:
-        """Return True in the first logged step of a period, if a writer takes media."""
+        """Return True in the first logged step of a period, if a writer takes media.
+
+        A second call in the same step returns False.
+        """
         if not (task.takes_media and task.should_log):
             return False
         before, self.last_period = self.last_period, task.steps_done // self.period
