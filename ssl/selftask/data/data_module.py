@@ -52,7 +52,7 @@ class DataModule:
     """
 
     draw: Draw | None = None
-    """Draws for method and dropout layers of a training batch; set before ``train_batches``."""
+    """Function that draws for method and dropout layers; set before ``train_batches``."""
 
     def __init__(
         self, config: Config, sources: Sources, world: World, device: torch.device
@@ -157,7 +157,10 @@ class DataModule:
 
     @property
     def loader_s(self) -> float | None:
-        """Mean seconds per training batch of all workers together; None before the first batch."""
+        """Mean seconds in which all workers together make a batch, from the last 16 batches.
+
+        None without workers, and before the first batch.
+        """
         batches = self.batches
         if not (batches.num_workers and batches.made_s):
             return None
@@ -219,7 +222,8 @@ class DataModule:
         """Yield batches of a validation set with the training views of epoch 0.
 
         Batches have the same size on every rank, as losses over all ranks require. Images beyond
-        the last full batch are dropped. The global batches are the same as on a single rank.
+        the last full batch are dropped. The global batches are the same as on a single rank. The
+        set must have at least one image for each rank.
 
         Args:
             name: Name of the set in ``data.val_sets``; "" for ``data.val``.
@@ -238,7 +242,7 @@ class DataModule:
         return self.config.out_folder / f"bad_files_val{name and f'_{name}'}.txt"
 
     def test_batches(self) -> Iterator[Batch]:
-        """Yield batches of ``data.val`` with extras and one view, ``eval``.
+        """Yield batches of ``data.val``, which must be set, with extras and the view ``eval``.
 
         The view is made as in ``test_samples``. Every rank has the same number of batches, as
         losses over all ranks require.

@@ -31,7 +31,8 @@ def check_labels(source: Source) -> None:
 def count_unlabeled(source: Source) -> int:
     """Return the number of images without a label.
 
-    If labels are only known after reading, the first readable image decides for all images.
+    If labels are only known after reading, the first readable image decides for all images. The
+    number is 0 if none is readable.
     """
     if source.labels is not None:
         return int((source.labels < 0).sum())
@@ -52,7 +53,7 @@ def align_classes(source: Source, model: Source, key: str) -> None:
     """Renumber the classes of ``source`` so that equal names have the same number as in ``model``.
 
     Each source numbers its own classes. If one of the sources lacks a class, all its later numbers
-    would be shifted.
+    would be shifted. Nothing is changed if one of the sources has no class names.
 
     Args:
         source: Source to renumber.

@@ -99,7 +99,8 @@ class Store:
         """Return an image, uint8 (H, W, C), or None if it was unreadable.
 
         Raises:
-            DamagedStore: If its checksum is wrong; checked once in each process.
+            DamagedStore: If its checksum is wrong. Images of a saved store are checked once in each
+                process.
         """
         if index in self.reasons:
             return None

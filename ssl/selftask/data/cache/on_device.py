@@ -106,6 +106,9 @@ class Cache:
         Args:
             batch: Batch of a ``CacheDataset``.
             number: Index of the image in the sample; 0 is the main image, with label and extras.
+
+        Raises:
+            UserError: If the images so far do not fit into the memory of the device.
         """
         (canvas,) = batch.views
         height, width = canvas.shape[1:3]
@@ -218,7 +221,7 @@ class Planner:
         return {recorder.name: torch.from_numpy(np.stack(rows))}
 
     def _instead(self, epoch: int, index: int) -> int:
-        """Return the image that replaces an unreadable one, the same as in ``ViewDataset``."""
+        """Return the index that replaces an unreadable image's, the same as in ``ViewDataset``."""
         for attempt in range(MAX_REPLACEMENTS):
             shown = replacement(self.dataset.seed, epoch, index, attempt, self.cache.sizes.shape[1])
             if self.cache.sizes[0, shown, 0]:

@@ -187,6 +187,9 @@ class Engine:
             epochs: First numbers of the keys, int64 (B,).
             indices: Indices of the samples, int64 (B,).
             sizes: As for ``pack``.
+
+        Raises:
+            UserError: As ``pack``.
         """
         assert not any(program.in_worker for program in self.programs)  # checked with the config
         if all(one.vectorized for program in self.programs for one in program.operations):
@@ -249,7 +252,7 @@ class Engine:
             packed: The parameters, on the same device.
 
         Returns:
-            V views, normalized float32 (B, C, S, S).
+            V views, normalized float32 (B, C, H, W).
         """
         planes = pixels.permute(0, 3, 1, 2)
         values = planes.to(torch.float32, memory_format=torch.contiguous_format)

@@ -204,7 +204,10 @@ class _Table:
     def extremes(
         self, source: Source
     ) -> tuple[tuple[str, int, int] | None, tuple[str, int, int] | None]:
-        """Return path, width and height of the smallest and the largest readable image."""
+        """Return path, width and height of the smallest and the largest readable image.
+
+        Both are None if no image is readable.
+        """
         pixels = self.sides.astype(np.int64).prod(axis=1)
         readable = np.flatnonzero(pixels)
         if not len(readable):

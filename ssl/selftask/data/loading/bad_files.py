@@ -94,8 +94,10 @@ class BadFiles:
 
     def refuse(self, bad: Iterable[BadImage]) -> None:
         """Raise UserError before the first step if too many images are known to be unreadable.
-        Otherwise nothing is recorded; the images are recorded when they are read. Images whose
-        storage failed do not count, since the next read may succeed.
+
+        With ``data.on_error=fail``, one is too many. If there are few enough, nothing is recorded;
+        the images are recorded when they are read. Images whose storage failed do not count, since
+        the next read may succeed.
         """
         bad = [error for error in bad if not error.storage_failed]
         if bad and (self.on_error == "fail" or not self.limit.allows(len(bad))):

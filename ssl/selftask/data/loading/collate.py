@@ -54,7 +54,10 @@ class RawBatch:
         return [(view.shape[1], view.shape[2]) for view in self.views]
 
     def with_draws(self, draw: Draw | None, new: Allocator) -> Self:
-        """Return the batch with ``drawn`` set by ``draw``; ``new`` allocates its arrays."""
+        """Return the batch with ``drawn`` set by ``draw``; unchanged without ``draw`` or views.
+
+        ``new`` allocates the arrays.
+        """
         if draw is None or not self.views:
             return self
 

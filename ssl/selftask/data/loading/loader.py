@@ -26,9 +26,9 @@ from selftask.errors import UserError
 
 
 class Batches:
-    """Endless iterator over this rank's training samples, one batch per step.
+    """Endless iterator over this rank's part of the global training batches.
 
-    ``start(step)`` seeks to any global step in O(1) time. The samples do not depend on the number
+    ``start(step)`` seeks to any global batch in O(1) time. The samples do not depend on the number
     of workers or ranks, nor on where the run was stopped. Workers are started once, for all epochs.
 
     If an unreadable image was replaced, ``labels`` and ``index`` of the batch belong to the
@@ -70,14 +70,14 @@ class Batches:
         self.bad_files = BadFiles(None, len(dataset)) if bad_files is None else bad_files
         chosen = sampler or Shuffled(None, Pool(len(dataset), batch_size, seed))
         self.sampler = BatchSampler(chosen, rank=rank, world_size=world_size)
-        self.step = 0  # of the next batch
+        self.step = 0  # number of the next global batch
         self.data_wait_s = 0.0  # time that callers of next() have waited so far
         self.made_s: deque[float] = deque(maxlen=16)  # time that a worker took for each batch
         self._reader: Any = None
         self._ahead: Prefetcher | None = None  # makes the next views on the device during a step
 
     def start(self, step: int) -> None:
-        """Make ``step`` the next step; running workers are kept if it already is."""
+        """Make ``step`` the next global batch; running workers are kept if it already is."""
         if self._reader is not None and step == self.step:
             return
         self.close()
@@ -94,7 +94,7 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
-        """Return the batch of the next step.
+        """Return the next batch.
 
         Raises:
             UserError: If too many files are bad, or one has no readable replacement.

@@ -143,7 +143,7 @@ def check_data(config: Config, source: Source) -> Sampler:
 
 
 def check_val(config: Config, source: Source, key: str) -> None:
-    """Raise ConfigError if the method needs labels and only some images of a set have one.
+    """Raise ConfigError if the method needs labels and images of a labeled set have none.
 
     Args:
         config: Config of the run.

@@ -107,7 +107,8 @@ def with_retries(read: Callable[[str], T], path: str, name: str) -> T:
         name: Name of the image for BadImage.
 
     Raises:
-        BadImage: If all attempts failed. UserError and MemoryError are raised unchanged.
+        BadImage: If all attempts failed, or one failed with an error that is not temporary.
+            UserError and MemoryError are raised unchanged.
     """
     may_pass = _may_pass_remote if is_remote(path) else is_transient
     for attempt in range(POLICY.retries + 1):

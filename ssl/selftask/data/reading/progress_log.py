@@ -15,7 +15,7 @@ log = get_logger(__name__)
 
 
 def log_progress(text: str) -> None:
-    """Log a line, or print it to stderr if no run has opened a log."""
+    """Log a line, or print it to stderr (unless quiet) if no run has opened a log."""
     if LOGGER.handlers:
         log.info("data: %s", text)
     elif not is_quiet():

@@ -1,8 +1,8 @@
 """Sample order: a pure function of (seed, epoch, position), so that seeks take O(1) time.
 
 A sampler defines the images of an epoch and their order. The batch sampler cuts that order into
-this rank's parts of the global batches. Neither has state: resuming at step k starts counting at k,
-and the samples of a global batch are the same for any number of ranks.
+this rank's parts of the global batches. Neither has state: a run that resumes at batch k counts
+from k on, and the samples of a global batch are the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -84,12 +84,16 @@ def build_sampler(config: Config, source: Source) -> Sampler:
 
 
 class BatchSampler:
-    """Endless iterable of this rank's part of every global batch, from step ``start`` on.
+    """Endless iterable of this rank's part of every global batch, from number ``start`` on.
 
     Global batch k of an epoch is ``order[k * B : (k + 1) * B]``, and rank r of W has its r-th
     contiguous part, of B / W samples. The last partial batch of an epoch is dropped. A part is a
     list of keys (epoch, index). If the sampler repeats images, the number of the repeat is combined
     with the epoch; ``epoch_of`` extracts the epoch.
+
+    Raises:
+        ConfigError: If the batch size is not a multiple of ``world_size``, or an epoch has no full
+            batch.
     """
 
     def __init__(

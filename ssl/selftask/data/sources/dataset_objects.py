@@ -24,7 +24,7 @@ from selftask.registry import register_source
 class DatasetSource(Source):
     """Source of a map-style data set, whose items are images or begin with (image, label).
 
-    An item that is None counts as an unreadable image: another one takes its place.
+    An item that is None counts as an unreadable image.
 
     If the data set has an attribute ``extras``, like that of ``Source``, its items are (image,
     label, extras), where ``extras`` is a dict.
@@ -191,7 +191,7 @@ def _open_torchvision(config: Torchvision.Config, root: str) -> Any:
 
 
 def _known_labels(dataset: Any) -> np.ndarray | None:
-    """Return the labels in ``targets`` or ``labels`` of a data set, if they are numbers."""
+    """Return the labels in ``targets`` or ``labels`` of a data set; None if not integers."""
     for name in ("targets", "labels"):
         values = getattr(dataset, name, None)
         if values is None or callable(values):

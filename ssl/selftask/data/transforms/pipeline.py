@@ -79,7 +79,7 @@ class Compose:
         out: np.ndarray | None = None,
         steps: list[Drawn] | None = None,
     ) -> np.ndarray:
-        """Return the changed image; append the draws of each transform to ``steps``."""
+        """Return the changed image; append the draws of each ``Transform`` to ``steps``."""
         program: list[float] = []  # pending operations of the kernel
         if self.has_own:
             image = read_only(image)

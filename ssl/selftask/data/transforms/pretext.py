@@ -79,7 +79,8 @@ def drawn_rotation(
         seed: Seed of the run.
         epoch: First number of the sample's ``key``.
         index: Second number of the sample's ``key``.
-        view: Number of the view among all views of the sample, from 0.
+        view: Number of the view among all views of the sample, from 0, counting those that are
+            only used to make other views.
         turns: The ``k`` of the transform.
     """
     return turns[int(draw_at(draw_rng(seed, epoch, index, view), ROTATION) * len(turns))]
@@ -223,7 +224,8 @@ def drawn_permutation(
         seed: Seed of the run.
         epoch: First number of the sample's ``key``.
         index: Second number of the sample's ``key``.
-        view: Number of the view among all views of the sample, from 0.
+        view: Number of the view among all views of the sample, from 0, counting those that are
+            only used to make other views.
         num_permutations: ``num_permutations`` of the transform.
     """
     return int(draw_at(draw_rng(seed, epoch, index, view), PERMUTATION) * num_permutations)
