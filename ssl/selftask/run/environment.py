@@ -86,7 +86,7 @@ def _name_and_version(package: importlib.metadata.Distribution) -> tuple[str, st
 
 
 def _checkout() -> dict[str, Any] | None:
-    """Return folder, commit and state of the git checkout around the current folder, if any."""
+    """Return folder, commit and state of the git checkout around the current folder, or None."""
     commit = _git("rev-parse", "HEAD")
     if commit is None:
         return None

@@ -145,7 +145,10 @@ def _lock(file: IO[str]) -> None:
 
 
 def _take(lock: IO[str], path: Path, out: str) -> None:
-    """Lock the folder; if SLURM has restarted this job, wait for its previous attempt to end."""
+    """Lock the folder; if SLURM has restarted this job, wait for its previous attempt to end.
+
+    Raises UserError if another run has the lock.
+    """
     touched, since = path.stat().st_mtime_ns, time.monotonic()
     while not _try(lock, out):
         holder, job = _holder(path)

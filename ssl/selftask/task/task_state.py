@@ -249,8 +249,8 @@ def resumes(config: Config) -> bool:
 def resume(task: Task) -> bool:
     """Load the checkpoint that ``resume`` selects; return True if there was one.
 
-    Checkpoints of the run folder after this one are archived, and rows of ``metrics.jsonl`` after
-    it are removed; all of them if there was none.
+    Every rank must call this function. Checkpoints of the run folder after this one are archived,
+    and rows of ``metrics.jsonl`` that it does not continue are removed.
 
     Raises:
         UserError: If the checkpoint does not fit the config or the data, or there is no disk space

@@ -133,7 +133,7 @@ class Cache:
         return replace(plan, views=[pixels], index=index, extras={**plan.extras, **extras})
 
     def _make_room(self, height: int, width: int) -> None:
-        """Enlarge the canvas to this size if it is smaller."""
+        """Enlarge the canvas to this size if it is smaller; raises UserError if memory is short."""
         images, samples, *old, channels = self.pixels.shape
         new = max(height, old[0]), max(width, old[1])
         if tuple(old) == new:
@@ -221,7 +221,10 @@ class Planner:
         return {recorder.name: torch.from_numpy(np.stack(rows))}
 
     def _instead(self, epoch: int, index: int) -> int:
-        """Return the index that replaces an unreadable image's, the same as in ``ViewDataset``."""
+        """Return the index that replaces an unreadable image's, the same as in ``ViewDataset``.
+
+        Raises UserError if no readable image is found.
+        """
         for attempt in range(MAX_REPLACEMENTS):
             shown = replacement(self.dataset.seed, epoch, index, attempt, self.cache.sizes.shape[1])
             if self.cache.sizes[0, shown, 0]:

@@ -204,7 +204,7 @@ class Engine:
     def _pack(
         self, step: Callable[[int, int, Operation, np.ndarray], Any], sizes: np.ndarray
     ) -> Packed:
-        """Pack the arrays of all operations of all views.
+        """Pack the arrays of all operations of all views; raises UserError as ``pack``.
 
         Args:
             step: Called as ``step(view, position, operation, sizes)``; returns the arrays.

@@ -122,7 +122,11 @@ class _Worker(Generic[T]):
             self.connection.send(images)
 
     def receive(self) -> Iterator[tuple[int, T | Lost]]:
-        """Read a message and yield its results; replace the process if it died."""
+        """Read a message and yield its results; replace the process if it died.
+
+        Raises:
+            RunError: If the process reports an error of ``examine``.
+        """
         try:
             results = self.connection.recv()
         except (EOFError, OSError):

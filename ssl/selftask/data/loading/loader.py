@@ -109,7 +109,7 @@ class Batches:
         return batch
 
     def _make(self) -> Batch:
-        """Return the next batch of the workers, on the device."""
+        """Return the next batch of the workers, on the device; raises as ``__next__``."""
         assert self._reader is not None
         batch = next(self._reader)
         self.made_s.append(batch.made_s)

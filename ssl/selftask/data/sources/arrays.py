@@ -103,7 +103,7 @@ class ArrayFile(Source):
 def _load(
     path: str, config: ArrayFile.Config
 ) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
-    """Load images, labels and extras; a .npy file is memory-mapped."""
+    """Load images, labels and extras; a .npy file is memory-mapped. Raises UserError."""
     if not is_file(path):
         raise UserError(f"data: no such file: {path}")
     with explained(f"data: {path} is not a numpy file of numbers"):

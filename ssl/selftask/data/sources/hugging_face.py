@@ -175,7 +175,10 @@ def _image_column(dataset: Any, wanted: str | None, folder: str) -> str:
 
 
 def _labels(dataset: Any, wanted: str | None, folder: str) -> list[str | int | None] | None:
-    """Return the labels; None if there is no column, or if the default column has no classes."""
+    """Return the labels; None if there is no column, or if the default column has no classes.
+
+    Raises UserError if a column that the user names is missing or has no classes.
+    """
     names = list(dataset.features)
     if wanted is not None and wanted not in names:
         raise UserError(f"data.labels: {folder} has no column {wanted!r}; {nearest(wanted, names)}")

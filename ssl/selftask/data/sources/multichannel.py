@@ -133,7 +133,7 @@ class Bands(LabeledByFolder):
 
 
 def _find(path: str) -> tuple[str, list[str]]:
-    """Return the top folder, and the sorted relative paths of the arrays in it."""
+    """Return the top folder, and the sorted relative paths of its arrays; raises UserError."""
     if is_folder(path) or not is_pattern(path):
         root, pattern = path, f"{glob.escape(path)}/**/*"
     else:
@@ -147,7 +147,10 @@ def _find(path: str) -> tuple[str, list[str]]:
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:
-    """Convert an array to (H, W, C); (C, H, W) is assumed if its first side is the smallest."""
+    """Convert an array to (H, W, C); (C, H, W) is assumed if its first side is the smallest.
+
+    Raises ValueError for another number of dimensions.
+    """
     if array.ndim == 2:
         return array[..., None]
     if array.ndim != 3:
@@ -156,7 +159,10 @@ def _channels_last(array: np.ndarray) -> np.ndarray:
 
 
 def _to_8_bit(array: np.ndarray, value_range: list[float] | None) -> np.ndarray:
-    """Scale to uint8; values outside the range are clipped, NaN becomes 0."""
+    """Scale to uint8; values outside the range are clipped, NaN becomes 0.
+
+    Without a range, uint8 is returned unchanged; other types raise ValueError.
+    """
     if value_range is None:
         if array.dtype != np.uint8:
             raise ValueError(f"{array.dtype} needs data.value_range")

@@ -103,7 +103,10 @@ def _extension(images: str | None) -> str | None:
 
 
 def _label(labels: str | None) -> str | None:
-    """Parse ``cls``, another extension, or ``json.FIELD`` (also ``json[FIELD]``)."""
+    """Parse ``cls``, another extension, ``json.FIELD`` (also ``json[FIELD]``), or None.
+
+    Raises UserError if the field is missing.
+    """
     if labels is None:
         return None
     wanted = labels.removeprefix(".").removesuffix("]").replace("[", ".")

@@ -204,7 +204,7 @@ def _checked(table: Table, file: Path) -> Iterable[str]:
 def _numbers(
     values: Sequence[Any], column: tuple[str, str], table: Table, file: Path
 ) -> Iterable[float]:
-    """Yield the numbers of a column; ``column`` is its config key and its name."""
+    """Yield the numbers of a column, given by config key and name; raises UserError."""
     key, name = column
     for number, value in enumerate(values):
         try:
@@ -272,7 +272,7 @@ def _read_text(file: Path, config: TableSource.Config, root: str) -> Table:
 def _rows_of_text(
     file: Path, config: TableSource.Config, root: str
 ) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Return the names of the columns, and the rows with their line numbers."""
+    """Return the names of the columns, and the rows with their line numbers; raises UserError."""
     delimiter = config.delimiter or ("\t" if file.suffix.lower() == ".tsv" else ",")
     if len(delimiter) != 1:
         raise UserError(f"data.delimiter={delimiter!r}: one character is expected")

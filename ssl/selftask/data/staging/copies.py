@@ -143,7 +143,10 @@ def _copies(
 
 
 def _copy_one(file: FileStat, folder: Path) -> tuple[int, int]:
-    """Copy a file under a temporary name and rename it; returns its crc32 and size."""
+    """Copy a file under a temporary name and rename it; returns its crc32 and size.
+
+    Raises UserError if it cannot be copied.
+    """
     target = Path(copy_path(folder, file.path))
     made = target.with_name(f".{target.name}.{os.getpid()}")
     checksum = size = 0

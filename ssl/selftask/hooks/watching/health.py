@@ -90,7 +90,7 @@ class Health(Hook):
         self.warned = set(state.get("warned", ()))
 
     def _log_loss(self, task: Task) -> float | None:
-        """Log and return ``chance_ratio``; warn if the loss has stayed at chance."""
+        """Log and return ``chance_ratio``, or None; warn if the loss has stayed at chance."""
         chance = task.loss.chance_loss
         if not chance:
             return None

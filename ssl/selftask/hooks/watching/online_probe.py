@@ -270,7 +270,10 @@ def _teacher_network(task: Task) -> Any:
 
 
 def _teacher_embedding(task: Task, num_images: int) -> Tensor:
-    """Return the teacher's pooled features of this step, (V * B, E), view after view."""
+    """Return the teacher's pooled features of this step, (V * B, E), view after view.
+
+    Raises UserError if they are not those of this rank's images.
+    """
     embedding: Tensor | None = _teacher_network(task).embedding
     if embedding is None or len(embedding) % num_images:
         raise UserError(
