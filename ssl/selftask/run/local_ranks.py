@@ -260,7 +260,7 @@ def is_from_terminal(number: int) -> bool:
 
 
 def end_with() -> Callable[[], None] | None:
-    """Return a ``preexec_fn`` that makes the kernel send SIGTERM when this process dies.
+    """Return a ``preexec_fn``: the kernel then sends SIGTERM to the child when this process dies.
 
     Otherwise the children of a killed parent would keep running unnoticed. The result is None
     except on Linux.

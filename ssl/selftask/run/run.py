@@ -172,7 +172,7 @@ _RUNNING = threading.Lock()  # held by the run of this process
 
 @contextmanager
 def _alone_in_process(out: str) -> Iterator[None]:
-    """Context of the only run of this process; raises UserError if a thread is in another one.
+    """Context of a run; raises UserError if another run of this process is in progress.
 
     Random generators, log and standard streams are the process's: two runs would change each
     other's results. The lock of the run folder does not help, since POSIX locks belong to processes

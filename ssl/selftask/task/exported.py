@@ -37,7 +37,7 @@ def export_backbone(task: Task, student: str | None = None) -> nn.Module:
     Args:
         task: The task.
         student: Name of another trained backbone, as in ``Method.further_backbones``; None for the
-            backbone of the config.
+            one that ``Method.export_backbone`` returns.
     """
     task.sync_buffers()
     backbone: nn.Module = (

@@ -43,7 +43,7 @@ def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
     Args:
         config: Config of the run.
         sources: Opened data sources.
-        num_images: Number of images.
+        num_images: Number of images; if the source has fewer, all of them.
     """
     batch = first_batch(config, sources, num_images)
     views = [
@@ -68,7 +68,7 @@ def first_batch(config: Config, sources: Sources, num_images: int) -> Batch:
     Args:
         config: Config of the run.
         sources: Opened data sources.
-        num_images: Number of images, at most that of the source.
+        num_images: Number of images; if the source has fewer, all of them.
     """
     num_images = min(num_images, len(sources.train))
     with tempfile.TemporaryDirectory() as out:  # so that no list of bad files of a run is changed
@@ -146,7 +146,7 @@ def draw(rows: list[Row], names: list[str]) -> Image.Image:
 
 
 def as_seen(image: np.ndarray) -> np.ndarray:
-    """Return the channels to display of (H, W, C): the first three, or one if there are fewer."""
+    """Return what to display of (H, W, C): three channels (H, W, 3), or one (H, W) if C < 3."""
     return image[..., :3] if image.shape[2] >= 3 else image[..., 0]
 
 

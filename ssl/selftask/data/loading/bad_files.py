@@ -108,8 +108,8 @@ class BadFiles:
         """Record unreadable images.
 
         Raises:
-            UserError: If there are more than ``data.max_unreadable`` allows. If ``data.on_error``
-                is ``fail``, for any image, even one that an earlier attempt has listed.
+            UserError: If new ones exceed ``data.max_unreadable``. If ``data.on_error`` is ``fail``,
+                for any image, even one that an earlier attempt has listed.
         """
         number_before, bad = len(self), list(bad)
         self.storage_failures += sum(error.storage_failed for error in bad)

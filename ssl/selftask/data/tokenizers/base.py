@@ -41,6 +41,6 @@ class Tokenizer(ABC):
 
 
 def build_tokenizer(component: Component) -> Tokenizer:
-    """Build the tokenizer that ``data.tokenizer`` configures."""
+    """Build the tokenizer that ``data.tokenizer`` configures; raises UserError."""
     kind = TOKENIZERS[component.name]
     return kind(kind.Config(**component.args))

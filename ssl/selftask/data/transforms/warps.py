@@ -55,7 +55,7 @@ class RandomPerspective(Resampled):
     """Probability that the transform is applied."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """Return the new corners clockwise from the upper left, (4, 2) in pixels (x, y), or None."""
+        """Return the new corners clockwise from the upper left, (4, 2): x, y in pixels; or None."""
         chance, *draws = rng.random(9).tolist()
         if chance >= self.p or min(height, width) < 2:  # corners coincide
             return None

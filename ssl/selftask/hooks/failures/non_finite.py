@@ -152,12 +152,10 @@ class Cause(NamedTuple):
 
 
 def describe(task: Task, problem: str, here: Cause | None) -> tuple[str, str]:
-    """Return a description with step, ranks, cause and learning rate, and what may help.
+    """Return a description with step, ranks, cause and learning rate, and advice to the user.
 
-    Every rank must call it.
-
-    Only the ranks with the earliest cause are named, since gathered batches spread NaN to all
-    ranks.
+    Every rank must call this function. Only the ranks with the earliest cause are named, since
+    gathered batches spread NaN to all ranks.
 
     Args:
         task: The task, in the step.
