@@ -51,7 +51,7 @@ class Draws:
 
     @property
     def boxes(self) -> Tensor:
-        """Bounding boxes of the views in the images, (B, 4): left, top, right, bottom."""
+        """Bounding boxes of the views in the images, (B, 4) in pixels: left, top, right, bottom."""
         right, down, corner = self.matrix.unbind(2)  # (B, 2) each
         corners = torch.stack([corner, corner + right, corner + down, corner + right + down])
         return torch.cat([corners.amin(0), corners.amax(0)], dim=1)
@@ -64,7 +64,7 @@ class Draws:
             columns: Width of the view's feature map.
 
         Returns:
-            (B, rows * columns, 2): x and y of each cell, row by row.
+            (B, rows * columns, 2): x and y of each cell in pixels, row by row.
         """
         right, down, corner = self.matrix[:, None, None].unbind(4)  # (B, 1, 1, 2) each
         y, x = (torch.arange(0.5, n, device=corner.device)[:, None] / n for n in (rows, columns))
@@ -73,7 +73,7 @@ class Draws:
 
 
 class Extras(dict[str, Tensor]):
-    """Data of a batch in addition to image and label, by name."""
+    """Data of a batch in addition to image and label, by name; a missing name is a UserError."""
 
     def __missing__(self, name: str) -> Tensor:
         raise UserError(

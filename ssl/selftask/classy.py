@@ -247,8 +247,8 @@ def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -
         kind: ``hook``, ``meter``, ``optimizer``, ``loss`` or ``schedule``.
         name: Its name in Classy, with or without the prefix ``classy:``.
         args: Its config, as Classy's ``from_config`` expects it.
-        out: The run folder, where hooks write unless ``args`` gives another folder, which is
-            created. None: the current folder.
+        out: The run folder, where hooks write unless ``args`` gives another folder; None: the
+            current folder. The folder is created if a hook needs one.
 
     Raises:
         UserError: If the name is unknown, or the component cannot be built from ``args``.

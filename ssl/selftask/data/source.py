@@ -25,9 +25,9 @@ class Source(ABC):
     int, -1 if there is none. A sample may have extra fields: ``extras`` names extra images, texts
     (a caption) and arrays (a time, a mask), which ``extra(i, name)`` returns.
 
-    Reading raises BadImage if an image or field cannot be read. Registered sources are dataclasses
-    whose fields are the keys of the ``data:`` section; ``__post_init__`` opens the source and
-    raises UserError.
+    Reading raises BadImage if an image or field cannot be read. The keys of the ``data:`` section
+    are the fields of a registered source, if it is a dataclass, or of its nested dataclass
+    ``Config``, which ``__init__`` gets. Opening a source raises UserError.
     """
 
     channels: int = 3  # of every image
@@ -157,7 +157,7 @@ class Delegating(Source):
 
 
 class Wrapped(Delegating):
-    """Base class of sources that wrap another one and delegate all that they do not override."""
+    """Base class of sources that wrap another one and delegate to it, except ``renumber``."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

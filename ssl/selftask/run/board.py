@@ -30,7 +30,7 @@ class Board:
 
     Most operations of torch's store have no time limit: a client waits forever if rank 0 is
     stopped. Operations therefore run in a thread, and the caller gives up after ``limit_s``
-    seconds. Rank 0 hosts the store and calls it directly.
+    seconds with ``BoardLost``. Rank 0 hosts the store and calls it directly.
 
     Every rank must create a board, since rank 0 broadcasts its address in the process group.
     """

@@ -69,7 +69,8 @@ def find_end_of_rank0(out: Path, attempt: str, since: float) -> Failure | None:
         out: The run folder.
         attempt: Identifier of this attempt; if ranks are started by hand, earlier attempts may have
             the same one.
-        since: Time at which this rank started. Older files are ignored, since rank 0 may restart.
+        since: Time at which this rank started, in seconds since 1970. Older files are ignored,
+            since rank 0 may restart.
     """
     early, status = read_json(_error_file(out, 0)), read_json(out / "status.json")
     is_over = status.get("state", "running") not in _PRESENT

@@ -40,6 +40,8 @@ UPLOAD_S = 600.0  # the same if ``out`` is an address, to which rank 0 may uploa
 def start(config: Config, command: list[str]) -> int:
     """Run ``launch.processes`` ranks, with up to ``launch.max_restarts`` restarts after failures.
 
+    There is no restart after an error that the user must fix, or after a stop signal.
+
     Args:
         config: The config of the run.
         command: Command line of a rank.

@@ -110,6 +110,10 @@ def recipe_words(there: dict[str, Any]) -> list[str]:
 def command(run: Path, there: dict[str, Any]) -> list[str]:
     """Return the shell lines that repeat a run in a new folder, each word quoted.
 
+    Args:
+        run: The run folder.
+        there: Its ``environment.json``.
+
     Raises:
         UnreadableFile: If the recorded commit is not a hash.
     """

@@ -36,8 +36,8 @@ class Status:
     def failed_by_another(self) -> bool:
         """Return True if a rank has already recorded the failure of this attempt.
 
-        Older records are of an earlier run in the same SLURM job. Always False if the launcher does
-        not identify attempts, as for a single process.
+        Older records are of an earlier run in the same SLURM job. Always False if the attempt has
+        no identifier (``World.attempt``).
         """
         status, attempt = self.read(), read_world().attempt
         is_failed = status.get("attempt") == attempt and status.get("state") == "failed"

@@ -93,7 +93,7 @@ def check_idle(out: Path) -> None:
 
 
 def find(outs: list[Path]) -> list[Path]:
-    """Return the given folders, or all submitted runs and sweeps below ``runs``.
+    """Return the given folders, or without any, all submitted runs and sweeps below ``runs``.
 
     Raises:
         UserError: If a given folder was not submitted.

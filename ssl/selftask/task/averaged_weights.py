@@ -22,8 +22,8 @@ def set_phase_weights(task: Task) -> None:
 def averaged_weights(task: Task) -> Iterator[bool]:
     """Context in which the network has the averaged weights of schedule-free optimizers.
 
-    Yields False, and changes nothing, if there is no such optimizer. On exit, the weights of the
-    phase are restored.
+    Yields True. If there is no such optimizer, it yields False and changes nothing. On exit, the
+    weights of the phase are restored.
     """
     averaging = _averaging(task)
     for optimizer in averaging:

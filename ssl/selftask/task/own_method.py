@@ -52,7 +52,7 @@ def build_method(component: Component) -> Any:
 
 
 def _check_calls(method: Method) -> None:
-    """Raise UserError if a method that overrides one of the base class takes other arguments."""
+    """Raise UserError if the class overrides a function of ``Method`` with other arguments."""
     for name in _CALLED:
         base, override = getattr(Method, name), getattr(method, name)
         if inspect.ismethod(override) and override.__func__ is not base:
@@ -62,7 +62,7 @@ def _check_calls(method: Method) -> None:
 
 
 def _misspelled(kind: type[Method]) -> Iterator[tuple[str, str]]:
-    """Yield pairs: a function of a class, and the similar name of one that it does not override."""
+    """Yield pairs of names: a function of the class, and a similar one that it inherits."""
     inherited = [name for name in _CALLED if getattr(kind, name) is getattr(Method, name)]
     for name, value in vars(kind).items():
         if inspect.isfunction(value) and name not in _CALLED:

@@ -348,7 +348,7 @@ class Task(Recorder, ClassyTaskNames):
         self.run_hooks("on_end")
 
     def on_exception(self) -> None:
-        """Call every hook's ``on_exception``, even if one of them fails."""
+        """Call every hook's ``on_exception`` for the error being handled, even if one fails."""
         self.exception = sys.exc_info()[1]
         self.checkpoints.finalize()
         for call in self.calls.get("on_exception", ()):

@@ -90,7 +90,7 @@ def _place_of_backbone(task: Task) -> str:
 
 
 def restore(task: Task, state: dict[str, Any]) -> None:
-    """Restore the state of all parts, which must match, except hooks.
+    """Restore the state of all parts, which must match, except hooks and meters.
 
     A hook without a state in the checkpoint starts anew.
 

@@ -19,8 +19,8 @@ class UnreadableImages(Hook):
     that rows do not depend on where a run was stopped.
 
     Args:
-        note: Called at the end of a train phase with a sentence for each data set that has
-            unreadable images; None: sentences are only logged.
+        note: Called at the end of a train phase with a list of sentences, one for each data set
+            that has unreadable images, unless the list is empty; None: they are only logged.
     """
 
     def __init__(self, note: Callable[[list[str]], None] | None = None) -> None:

@@ -189,7 +189,7 @@ class ViewDataset(Dataset):
         return Sample([], -1, index, key, bad)
 
     def read(self, index: int) -> tuple[list[np.ndarray], int, dict[str, np.ndarray] | None]:
-        """Return all images (H, W, C) of a sample, its label and its extras.
+        """Return all images (H, W, C) of a sample, its label, and its extras or None.
 
         Raises:
             BadImage: If an image or an extra field cannot be read.

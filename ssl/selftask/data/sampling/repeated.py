@@ -20,7 +20,7 @@ class Repeated(Sampler):
 
     The length of an epoch does not change, so an epoch has only a part of the images, and ``times``
     epochs together cover one shuffled order. The repeats of an image are as far apart in the batch
-    as possible, so they are on different ranks if there are several.
+    as possible, so they are on different ranks if there are at least ``times`` ranks.
     """
 
     repeats = True

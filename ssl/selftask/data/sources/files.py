@@ -31,7 +31,7 @@ HIDDEN = re.compile(r"(^|/)\.")  # a file or folder whose name begins with a dot
 
 
 class FileSource(Source):
-    """Base class of sources whose images are files below ``root``."""
+    """Base class of sources whose images are files; relative paths are relative to ``root``."""
 
     root: str
     paths: PathTable  # relative to root, or absolute

@@ -27,7 +27,7 @@ def state_of_optimizers(task: Task) -> list[Tensor]:
 
 
 def trained_parameters(task: Task) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield name, as ``network.backbone.conv1.weight``, and value of each updated parameter."""
+    """Yield name (``network.backbone.conv1.weight``) and parameter, for those that are updated."""
     updated = set(parameters_of_optimizers(task))
     for prefix, module in task.trained:
         for name, parameter in module.named_parameters(prefix):

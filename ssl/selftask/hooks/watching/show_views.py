@@ -36,7 +36,7 @@ class ShowViews(MediaHook):
 
 
 def mosaic(views: list[Tensor]) -> Tensor:
-    """Return one image that shows all views (B, C, H, W) of B images, scaled to the range 0 to 1.
+    """Return one image of all views of B images, each (B, C, H, W), scaled to the range 0 to 1.
 
     Shape:
         (C, V * H, B * W): a row for each view, a column for each image.
