@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import tiny
 from ranks import run_ranks
+from selftask.data.loading.open_data import open_data
 from selftask.distributed.collectives import rank, world_size
 from selftask.distributed.world import World
 from selftask.evaluate import online
@@ -17,6 +19,7 @@ from selftask.hooks.base import function_hook
 from selftask.hooks.precise_bn import PreciseBatchNorm
 from selftask.models.build import build_backbone
 from selftask.random.permutation import epoch_order
+from selftask.task import Task
 from selftask.task.loop import train_loop
 
 HOOK = "hooks.precise_bn={batches: 4, batch_size: 16}"
@@ -28,8 +31,6 @@ def exported(task_out: Path) -> dict[str, Tensor]:
 
 def expected(folder: Path, out: str) -> dict[str, Tensor]:
     """Mean and biased variance of what enters each BatchNorm over four batches of 16 images."""
-    import numpy as np
-
     task = tiny.task("simclr", folder, out)
     task.prepare()
     network = build_backbone(task.config.backbone, 3).double()
@@ -102,3 +103,20 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     for name in one:
         if "num_batches_tracked" not in name:
             torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
+
+
+def test_of_a_module_that_the_config_does_not_describe(tmp_path: Path) -> None:
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    config = tiny.config("simclr", tmp_path, "run", "train.max_steps=1", HOOK)
+    task = Task(config, sources=open_data(config.data), backbone=nn.Sequential(*layers))
+    train_loop(task)
+    images = torch.cat([s.input for s in task.data_module.labeled_samples()])
+    chosen = epoch_order(config.train.seed, 0, 80).at(np.arange(64))
+    entered = layers[0](images[chosen]).double()
+    statistics = exported(tmp_path / "run")
+    torch.testing.assert_close(
+        statistics["1.running_var"].double(),
+        entered.var((0, 2, 3), correction=0),
+        rtol=1e-4,
+        atol=0,
+    )

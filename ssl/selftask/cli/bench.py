@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
     device = pick_device(config.train.device, World())
     keep_freed_memory(device)
-    threads = num_threads(config, config.launch.processes)
+    threads = num_threads(config, World(local_size=config.launch.processes))
     profile = measure(config, sources, device, seconds, threads)
     if options.get("--json"):
         print(json.dumps({"recipe": words[1], **as_json(profile)}))

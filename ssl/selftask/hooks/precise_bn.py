@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ from selftask.config.fields import setting
 from selftask.data.data_module import DataModule
 from selftask.distributed.collectives import all_reduce_sum, rank, world_size
 from selftask.hooks.base import Hook, Task
-from selftask.models.build import build_backbone
+from selftask.parallel.sync_batch_norm import separate_batch_norm
 from selftask.random.permutation import epoch_order
 from selftask.registry import register_hook
 
@@ -50,11 +51,11 @@ class PreciseBatchNorm(Hook):
             return backbone
         chosen = self._batches_of_rank(data.config.train.seed, data.num_images)
         batches = data.chosen_samples(chosen.ravel(), chosen.shape[1])
-        with torch.random.fork_rng(devices=()):  # for weight initialization and DataLoader
-            copy = build_backbone(data.config.backbone, data.channels).to(data.device)
-            copy.load_state_dict(backbone.state_dict())
-            _set_statistics(copy, (batch.input for batch in batches), len(chosen))
-        return copy.eval()
+        precise = deepcopy(backbone)
+        separate_batch_norm(precise)
+        with torch.random.fork_rng(devices=()):  # for DataLoader
+            _set_statistics(precise, (batch.input for batch in batches), len(chosen))
+        return precise.eval()
 
     def _batches_of_rank(self, seed: int, num_images: int) -> np.ndarray:
         """Return the image indices of this rank's batches, (batches, batch_size)."""

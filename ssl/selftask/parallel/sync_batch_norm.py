@@ -216,6 +216,15 @@ def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
         part.__dict__["ranks"] = ranks
 
 
+def separate_batch_norm(module: nn.Module) -> None:
+    """Replace every synchronized BatchNorm in ``module`` with its former class."""
+    former = {synchronized: kind for kind, synchronized in _SYNCHRONIZED.items()}
+    for part in module.modules():
+        if type(part) in former:
+            part.__class__ = former[type(part)]
+            del part.__dict__["ranks"]
+
+
 def form_groups(which: str | int) -> Ranks:
     """Create the process groups of synchronized BatchNorm and return this rank's.
 

@@ -39,7 +39,7 @@ from selftask.parallel.initial_weights import initial_weights
 from selftask.parallel.reduction import Reduction
 from selftask.random import process_state
 from selftask.registry import register_task
-from selftask.task import build, exported, loop, numerics, opening, task_state
+from selftask.task import build, exported, hook_calls, loop, numerics, opening, task_state
 from selftask.task.averaged_weights import set_phase_weights
 from selftask.task.frozen import FrozenParameters
 from selftask.task.rank_agreement import open_same_data
@@ -165,12 +165,12 @@ class Task(Recorder, ClassyTaskNames):
         """Build hooks and meters, and collect the functions to call at each point."""
         self.named_hooks = build.hooks(self)
         self.meters = build.meters(self)
-        hooks = build.in_order(self.named_hooks.values())
+        hooks = hook_calls.in_order(self.named_hooks.values())
         self.hooks = [self.loss, *hooks]
         self.meters_in_training = not all(isinstance(hook, Hook) for hook in hooks)
-        self.calls = build.calls(self.hooks, POINTS)
-        self._wrappers = build.calls(self.hooks, WRAPPERS)
-        self._reduce = build.gradient_reductions(self, self._wrappers["wrap_reduction"])
+        self.calls = hook_calls.calls(self.hooks, POINTS)
+        self._wrappers = hook_calls.calls(self.hooks, WRAPPERS)
+        self._reduce = hook_calls.gradient_reductions(self, self._wrappers["wrap_reduction"])
 
     # -- for train steps and hooks --------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class Task(Recorder, ClassyTaskNames):
     def run_hooks(self, point: str) -> None:  # type: ignore[override]
         """Call every hook that defines ``point``, the method first; UserError if it is unknown."""
         self.step_check.at(point, self)
-        build.call_hooks(self.calls, point, self)
+        hook_calls.call_hooks(self.calls, point, self)
 
     def add_hook(self, hook: Any, name: str | None = None) -> None:
         """Add a hook object to those of the config, before ``prepare``.
@@ -298,7 +298,7 @@ class Task(Recorder, ClassyTaskNames):
         set_phase_weights(self)
         self.run_hooks("on_phase_start")
         for wrap in self._wrappers["wrap_batches"]:
-            self.batches = build.wrapped_batches(wrap, self, self.batches)
+            self.batches = hook_calls.wrapped_batches(wrap, self, self.batches)
 
     def step(self) -> None:
         """Call the train step once; raise StopIteration at the end of the phase."""

@@ -72,8 +72,9 @@ class TimmModel(Adapter):
 
     def normalized(self, hidden: Tokens) -> Tokens:
         norm = getattr(self.model, "norm", None)
-        is_transformer = self.gives_prefix and isinstance(norm, nn.Module)
-        return hidden.map_sequence(norm) if is_transformer else hidden
+        if self.gives_prefix and isinstance(norm, nn.Module):  # a transformer
+            return hidden.map_sequence(norm)
+        return hidden
 
     def layer(self, number: int) -> nn.Module:
         return self.model.get_submodule(self.model.feature_info[number]["module"])
