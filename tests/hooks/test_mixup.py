@@ -13,7 +13,7 @@ import torch
 import tiny
 from selftask.batch import Batch
 from selftask.errors import ConfigError, UserError
-from selftask.hooks.mixup import Mixup
+from selftask.hooks.mixup import Mixup, unmixed
 
 
 def mixer(**args: Any) -> Mixup:
@@ -114,7 +114,9 @@ def test_without_labels(tmp_path: Path) -> None:
     task.on_start()
     task.on_phase_start()
     task.step()
-    assert task.last_batch.labels.shape == (tiny.BATCH_SIZE,)
+    labels = task.last_batch.labels
+    assert labels.shape == (tiny.BATCH_SIZE,)
+    assert unmixed(task, labels) is labels
     assert task.last_batch.input[0] is task.last_batch.all_views[0]
     task.close()
 

@@ -117,10 +117,11 @@ def unmixed(task: Task, labels: Tensor) -> Tensor:
 
     Args:
         task: The task.
-        labels: (B, C) probabilities with the hook ``mixup``, of which the largest is used. Without
-            this hook, they are returned unchanged.
+        labels: (B, C) probabilities with the hook ``mixup`` and a method that predicts classes, of
+            which the largest is used. Otherwise they are returned unchanged.
     """
-    is_mixed = any(isinstance(hook, Mixup) for hook in task.hooks)
+    mixups = [hook for hook in task.hooks if isinstance(hook, Mixup)]
+    is_mixed = any(hook.num_classes is not None for hook in mixups)
     return labels.argmax(dim=1) if is_mixed else labels
 
 

@@ -125,9 +125,7 @@ class OnlineProbe(Hook):
         if not task.train:
             return
         with self._timed():
-            labels = task.last_batch.labels
-            if labels.ndim > 1:
-                labels = unmixed(task, labels)
+            labels = unmixed(task, task.last_batch.labels)
             if labels.ndim > 1:
                 raise UserError("hooks.online_probe: one label for each image is expected")
             embedding = getattr(task.base_model, "embedding", None)  # (V * B, E), view after view
