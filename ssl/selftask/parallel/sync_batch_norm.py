@@ -218,7 +218,7 @@ def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
 
 def separate_batch_norm(module: nn.Module) -> None:
     """Replace every synchronized BatchNorm in ``module`` with its former class."""
-    former = {synchronized: kind for kind, synchronized in _SYNCHRONIZED.items()}
+    former: dict[type[nn.Module], type[nn.Module]] = {b: a for a, b in _SYNCHRONIZED.items()}
     for part in module.modules():
         if type(part) in former:
             part.__class__ = former[type(part)]
