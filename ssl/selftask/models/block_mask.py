@@ -32,19 +32,28 @@ class MaskSampler(Protocol):
     """Number of draws for an image."""
 
     def from_draws(self, draws: Tensor, counts: Tensor) -> Tensor:
-        """Turn draws (B, ``num_draws``) and numbers of patches (B,) into masks (B, N)."""
+        """Turn draws in [0, 1) into masks of patches.
+
+        Args:
+            draws: (B, ``num_draws``).
+            counts: (B,) numbers of patches to mask. A mask may have fewer.
+
+        Returns:
+            (B, N) bool, True for masked patches.
+        """
 
 
 class BlockMask:
     """Sampler of block masks, drawn on the CPU as a function of seed and key.
 
-    Rectangles are tried one after another. A rectangle is accepted if it adds patches to the mask
-    and does not exceed the requested number of masked patches. A mask therefore has at most this
-    number of patches, and usually slightly fewer.
+    Rectangles are tried one after another. A rectangle is accepted if it is smaller than the grid
+    in both directions, adds patches to the mask, and does not exceed the requested number of masked
+    patches. A mask therefore has at most this number of patches, and usually slightly fewer.
 
     Args:
         grid: Rows and columns of patches (h, w).
-        min_patches: Smallest area of a rectangle.
+        min_patches: Smallest area of a rectangle, before its sides are rounded. It may be smaller
+            if fewer patches remain to be masked.
         max_patches: Largest area of a rectangle; None: half of the image.
         min_aspect: Smallest height / width of a rectangle; the largest is its inverse.
         max_tries: Maximum number of rectangles tried per image.
@@ -81,10 +90,17 @@ class BlockMask:
         return self.from_draws(uniform(seed, key, self.num_draws), counts)
 
     def from_draws(self, draws: Tensor, counts: Tensor) -> Tensor:
-        """Turn draws in [0, 1) of shape (B, ``num_draws``) into masks (B, N), all on the CPU.
+        """Turn draws into masks; all tensors are on the CPU.
 
         Each round tries the next ten rectangles of each unfinished image and accepts the first
         acceptable one. An image is finished when none of the ten is acceptable.
+
+        Args:
+            draws: (B, ``num_draws``) in [0, 1).
+            counts: (B,) maximum number of patches to mask.
+
+        Returns:
+            (B, N) bool, True for masked patches.
         """
         rectangles = draws.unflatten(1, (self.max_tries, _DRAWS)).permute(2, 0, 1).clone()
         rectangles[1] = torch.exp(self.max_log_aspect * (2 * rectangles[1] - 1))

@@ -29,8 +29,9 @@ def build_backbone(component: Component, channels: int = 3) -> nn.Module:
         channels: Channels of the images, C.
 
     Raises:
-        UserError: If the name or the arguments are wrong, or the backbone does not support
-            ``channels`` or does not return such features.
+        UserError: If the name is unknown, the library rejects an argument, the backbone does not
+            support ``channels``, or it has no ``embed_dim`` and does not return such features.
+        TypeError: If the backbone has no option of that name.
     """
     config = BACKBONES[component.name](**component.args)
     if channels != 3 and "channels" not in inspect.signature(config.build).parameters:
@@ -44,7 +45,10 @@ def build_backbone(component: Component, channels: int = 3) -> nn.Module:
 
 
 def with_embed_dim(model: nn.Module, name: str, channels: int) -> nn.Module:
-    """Return the backbone; set ``embed_dim``, its number of features, if it is missing or wrong.
+    """Return the backbone; set ``embed_dim``, its number of features, unless it is an integer.
+
+    It is also set for models of timm, since a Swin has that of its first stage. The value of other
+    models is not checked.
 
     Args:
         model: Images (B, C, H, W) -> features (B, E).
@@ -76,7 +80,7 @@ def check_backbone(config: Config, channels: int) -> None:
 
     Name, arguments and sizes can only be checked by building the model. On the meta device this is
     fast and needs no memory, so errors are reported before the run's folder is created. Other
-    backbones are not checked.
+    backbones without ``lora``, and those that cannot be built on the meta device, are not checked.
     """
     if config.backbone.name not in LIBRARIES and config.backbone.lora is None:
         return
@@ -88,7 +92,11 @@ def check_backbone(config: Config, channels: int) -> None:
 
 
 def build_on_meta(component: Component, channels: int) -> nn.Module | None:
-    """Build a backbone on the meta device; return None if its initialization needs values."""
+    """Build a backbone on the meta device; return None if its initialization does not run there.
+
+    Raises:
+        UserError: As ``build_backbone``.
+    """
     try:
         with torch.device("meta"):
             return build_backbone(component, channels)

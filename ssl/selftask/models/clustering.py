@@ -120,14 +120,14 @@ def spherical_kmeans(
     """Run k-means with cosine similarity, as in DeepCluster v2 (arXiv:2006.09882, appendix).
 
     The initial centroids are K different rows drawn with ``generator``; nothing else is random. An
-    empty cluster keeps its centroid. Ranks get the same result if memory and generator are the
-    same.
+    empty cluster keeps its centroid. Ranks get the same result if ``x`` and the generator's state
+    are the same.
 
     Args:
         x: (N, D) unit vectors.
         num_clusters: K.
         iterations: Number of iterations.
-        generator: Generator on the CPU.
+        generator: Generator on the CPU; None: torch's global one.
         chunk: Rows compared at a time.
 
     Returns:
@@ -154,7 +154,7 @@ def _nearest(x: Tensor, centroids: Tensor, chunk: int) -> Tensor:
 
 
 def cluster_sums(x: Tensor, cluster: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of the rows of each cluster (K, D), and their number (K,).
+    """Return the sum of the rows of each cluster (K, D), and the number of its rows (K,).
 
     Sums are matrix products, whose order of summation is fixed, so that ranks and runs agree. The
     order of summation of ``index_add_`` on a GPU is not fixed.

@@ -14,9 +14,9 @@ from selftask.errors import UserError
 def parameter_depths(backbone: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
     """Return the layer index of each parameter by name: 0 for the stem, then one for each block.
 
-    timm's ``group_matcher`` is used if the backbone has one. Otherwise parameters between two
-    blocks belong to the next block. Parameters after the last block, such as the final norm, are
-    omitted: they have the learning rate of the head, as in the code of BEiT, MAE and DINOv2. In
+    If the backbone has timm's ``group_matcher``, its layers are used. Otherwise parameters between
+    two blocks belong to the next block. Parameters after the last block, such as the final norm,
+    are omitted: they have the learning rate of the head, as in the code of BEiT, MAE and DINOv2. In
     timm they have the learning rate of the last block.
 
     Args:
@@ -24,7 +24,7 @@ def parameter_depths(backbone: nn.Module, blocks: Sequence[nn.Module]) -> dict[s
         blocks: Its blocks in order.
 
     Raises:
-        UserError: If the backbone has no blocks.
+        UserError: If the backbone has neither blocks nor a ``group_matcher``.
     """
     inside = {
         id(parameter): layer

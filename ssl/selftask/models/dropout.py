@@ -44,14 +44,16 @@ _OTHERS = ("drop", "attention", "stochasticdepth", "rnn", "lstm", "gru")  # part
 def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
     """Make the dropout layers of ``modules`` draw per sample, and reset ``LAYER_DRAWS`` for them.
 
-    Only the class of a layer changes, not its name or state. Layers with a rate of 0 are unchanged.
+    Only the class of a layer changes, not its name or state. Layers with a rate of 0 are unchanged,
+    and so are layers of stochastic depth that drop a whole batch. timm's attention layers with
+    dropout stop using the fused kernel.
 
     Args:
         modules: Modules whose layers are changed in place.
         seed: Seed of the run.
 
     Returns:
-        The names of layers of other classes, which still draw from torch's generator. On several
+        The names, each with the class, of layers that still draw from torch's generator. On several
         ranks a warning lists them.
     """
     layers: list[Keep] = []
@@ -83,7 +85,7 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
 
 
 def disable_stochastic_depth(network: nn.Module) -> None:
-    """Set the rates of stochastic depth and dropout to 0, for layers of timm and torchvision.
+    """Set the rates of torch's dropout, and of timm's and torchvision's stochastic depth, to 0.
 
     Any other layer with an attribute ``drop_prob`` is also changed. Random coordinates of RoPE are
     disabled, too.
@@ -177,7 +179,7 @@ def _in_backward() -> bool:
 
 @functools.cache
 def _misfit(name: str, rows: int, expected: int) -> None:
-    """Warn that rows do not match samples; raise RuntimeError in a backward pass.
+    """Warn once that rows do not match samples; raise RuntimeError in a backward pass.
 
     A call in a backward pass means that the backbone's own checkpointing recomputes a forward pass,
     whose draws are lost.

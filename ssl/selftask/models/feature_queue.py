@@ -40,8 +40,8 @@ class FeatureQueue(nn.Module):
     def nearest(self, queries: Tensor) -> Tensor:
         """Return the entry with the largest cosine for each query, ``(..., dim)``.
 
-        Entries must have the shape ``(dim,)``. Call this method before the queries are enqueued;
-        otherwise each query finds itself.
+        Entries must be unit vectors of shape ``(dim,)``. Call this method before the queries are
+        enqueued; otherwise each query finds itself.
         """
         return self.nearest_few(queries, 1).squeeze(-2)
 
@@ -49,6 +49,8 @@ class FeatureQueue(nn.Module):
     @in_full_precision
     def nearest_few(self, queries: Tensor, count: int, *, after: Tensor | None = None) -> Tensor:
         """Return the ``count`` nearest entries by cosine, ``(..., count, dim)``, nearest first.
+
+        Entries must be unit vectors of shape ``(dim,)``.
 
         Args:
             queries: ``(..., dim)``.
@@ -138,9 +140,10 @@ class LabeledQueue(nn.Module):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Enqueue the batches of all ranks in rank order. Every rank must call this method.
+        """Enqueue the batches of all ranks in rank order, after at least one ``add``.
 
-        A step counts for the accuracy if the queue was full before it.
+        Every rank must call this method. A step counts for the accuracy if the queue was full
+        before it.
         """
         rows = all_gather_cat(torch.cat(self._pending))  # (W * B, E + 2)
         self.clear()
@@ -157,7 +160,10 @@ class LabeledQueue(nn.Module):
         self.entered += len(rows)
 
     def take_accuracy(self) -> Tensor | None:
-        """Return the accuracy since the last call, a scalar, or None if no step counted."""
+        """Return the accuracy since the last call, a scalar, or None if no step counted.
+
+        The counts are reset.
+        """
         accuracy = self.hits / self.images.clamp(min=1) if self.counted else None
         for count in (self.hits, self.images, self.counted):
             count.zero_()

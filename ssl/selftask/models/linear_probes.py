@@ -100,7 +100,7 @@ class LinearProbes(nn.Module):
     def update(self) -> None:
         """Take one step with the batches of all ranks; every rank must call this method.
 
-        The first step only measures the statistics of the features.
+        The first step with labeled images only measures the statistics of the features.
         """
         gradient, moments, hits, images = self._parts(all_reduce_sum(self._sums))
         count = images.clamp(min=1)

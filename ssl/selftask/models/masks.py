@@ -203,7 +203,7 @@ class AttentionMask:
         self.num_draws = self.num_patches // _HINTS if hints else 0
 
     def from_draws(self, draws: Tensor, counts: Tensor) -> Tensor:
-        """Return masks (B, N) bool, True for the first patches.
+        """Return masks (B, N) bool, True for the first ``counts`` patches except for hints.
 
         Args:
             draws: (B, ``num_draws``) in [0, 1).

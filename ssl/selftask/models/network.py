@@ -93,7 +93,10 @@ class Network(nn.Module):
         return features
 
     def pooled(self, views: Sequence[Tensor]) -> Tensor:
-        """Return the pooled features of views of any sizes, (V*B, E); see ``forward_by_size``."""
+        """Return the pooled features of views of any sizes, (V*B, E); see ``forward_by_size``.
+
+        Raises UserError if their number E is not the backbone's ``embed_dim``.
+        """
         features = forward_by_size(self.backbone, views)
         width = getattr(self.backbone, "embed_dim", features.shape[1])
         if features.shape[1] != width:

@@ -122,8 +122,9 @@ def module_costs(
 ) -> list[ModuleCost]:
     """Return the cost of a module and its sub-modules, for images of ``side`` x ``side`` pixels.
 
-    Weights and random states are unchanged. If the forward pass depends on the values of tensors,
-    which do not exist on the meta device, the module's error is raised.
+    Weights and random states are unchanged. ``saved_bytes`` is that of the module's current mode,
+    train or eval; other costs are those in eval mode. If the forward pass depends on the values of
+    tensors, which do not exist on the meta device, the module's error is raised.
 
     Args:
         module: Images (B, C, H, W) -> anything.

@@ -74,7 +74,8 @@ class Timm:
     def build(self, channels: int = 3) -> nn.Module:
         """Build the model with timm's parameter names and random weights.
 
-        Raises UserError for an unknown name and for arguments that the model does not take.
+        Raises UserError for an unknown name, for arguments that the model does not take, and for
+        weights, classes or another number of channels in ``args``.
         """
         import timm
 
@@ -131,7 +132,8 @@ class Torchvision:
         """Build the model with torchvision's parameter names and random weights.
 
         Unless there are three channels, the first convolution is adapted. Raises UserError for an
-        unknown name and for arguments that the model does not take.
+        unknown name, for arguments that the model does not take, and for weights or classes in
+        ``args``.
         """
         import torchvision
 
@@ -164,7 +166,8 @@ class Custom:
     def build(self, channels: int = 3) -> nn.Module:
         """Import and call the object; pass ``channels`` if it is accepted and is not 3.
 
-        Raises UserError if the object does not exist or does not return a module.
+        A value of ``channels`` in ``args`` has precedence. Raises UserError if the object does not
+        exist, does not take the arguments or does not return a module.
         """
         from torch import nn
 

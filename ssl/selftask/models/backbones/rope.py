@@ -53,7 +53,9 @@ class DrawnRope(RotaryEmbeddingDinoV3):
     def get_embed(
         self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return sines and cosines, (N, 2 * D); in training separately by image, (B, 1, N, 2 * D).
+        """Return sines and cosines, (N, 2 * D), or by image, (B, 1, N, 2 * D), if they are random.
+
+        They are random in training, unless disabled. Without draws per sample, B is 1.
 
         Args:
             shape: Rows and columns of patches; by default those given to the constructor.
@@ -158,7 +160,10 @@ class CapiRope(nn.Module):
 
 
 def border_coordinates(number: int) -> Tensor:
-    """Return points at equal distances on the border of the unit square, (``number``, 2)."""
+    """Return points at equal distances on the border of the unit square, (``number``, 2).
+
+    ``number`` must be a multiple of 4.
+    """
     side = torch.arange(number // 4, dtype=torch.float64) / max(1, number // 4)
     none, one = torch.zeros_like(side), torch.ones_like(side)
     sides = [(side, none), (one, side), (1 - side, one), (none, 1 - side)]

@@ -103,7 +103,8 @@ def build_chain(
         key: Key of the list in the config, for messages.
 
     Raises:
-        UserError: If a block that must be first is not, or the last does not have C outputs.
+        UserError: If a block that must be first is not, if the last does not have C outputs, or if
+            a ``build`` takes other arguments or returns something else.
     """
     modules: list[nn.Module] = []
     has_tokens = False

@@ -51,7 +51,7 @@ class PatchTeacher(Frozen):
         super().__init__(FeatureExtractor(backbone), key)
 
     def on_grid(self, images: Tensor, grid: Grid | None) -> tuple[Tensor, ...]:
-        """Return pooled features (B, D), and patches (B, h * w, D) interpolated to a grid."""
+        """Return pooled features (B, D), and patches (B, h * w, D) interpolated to ``grid``."""
         features: Features = self(images)
         return to_float32(features.pooled), patches_on_grid(features, grid)
 
@@ -113,7 +113,11 @@ class TokenTargets(Frozen):
             )
 
     def on_grid(self, images: Tensor, grid: Grid) -> Tensor:
-        """Return the tokens (B, h * w) of a grid of patches."""
+        """Return the tokens (B, h * w) of images (B, C, H, W), for a grid of h x w patches.
+
+        Raises:
+            UserError: If the tokenizer returns another number of tokens.
+        """
         patch: Any = getattr(self.network, "patch_size", None)
         if patch is not None:
             down, across = (patch, patch) if isinstance(patch, int) else patch

@@ -25,7 +25,7 @@ class ScoreTargets(nn.Module):
         iterations: Number of iterations of Sinkhorn-Knopp.
 
     Raises:
-        ValueError: If ``centering`` is requested and there is no center.
+        ValueError: If the kind is ``centering`` and the teacher has no center.
     """
 
     center: Tensor  # (K,), or 0

@@ -42,11 +42,13 @@ class VectorQuantizer(nn.Module):
 
     @torch.no_grad()
     def update(self, sums: Tensor, counts: Tensor, *, momentum: float) -> None:
-        """Move each code towards the mean of its vectors; codes without vectors are unchanged.
+        """Move each code towards the mean of its vectors, and update ``usage``.
+
+        Codes without vectors are unchanged.
 
         Args:
             sums: Sum of the unit vectors of each code, over all ranks, (K, D).
-            counts: Number of vectors of each code, (K,).
+            counts: Number of vectors of each code, over all ranks, (K,).
             momentum: Weight of the old codebook, in [0, 1].
         """
         means = F.normalize(sums.to(self.codebook.dtype), dim=1)

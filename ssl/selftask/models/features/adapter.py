@@ -26,10 +26,10 @@ class Adapter(ABC):
             * ``"groups"``: patches whose attention can be limited to their own group;
             * ``"sparse"``: convolutions that ignore hidden patches, see ``features.sparse``.
         num_layers: Number of hidden layers.
-        patch_size: Height and width in pixels of a patch that can be masked; the total stride of
-            a convolutional network.
+        patch_size: Height and width in pixels of a patch that can be masked or hidden: the total
+            stride of a ResNet or ConvNeXt. Set with ``"tokens"`` and ``"sparse"``.
         stride: Pixels between patches of the last map: the patch size of a ViT, 32 for a Swin. Set
-            with ``"tokens"``.
+            with ``"tokens"`` and ``"sparse"``.
         built_grid: Rows and columns of patches for the image size of the constructor; (0, 0) if it
             has none.
         mask_dim: Width of a mask token, equal to that of the patch embedding.

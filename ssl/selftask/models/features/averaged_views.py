@@ -23,7 +23,8 @@ class AveragedViews(nn.Module):
         scales: Sizes of the views, relative to the size of the images.
 
     Raises:
-        UserError: If the backbone accepts one image size only, and a scale is not 1.
+        UserError: If the backbone accepts one image size only, and a scale is not 1; in
+            ``forward``, if ``model`` is the backbone and does not accept the size of the images.
     """
 
     def __init__(
@@ -50,7 +51,10 @@ class AveragedViews(nn.Module):
 
 
 def multiple_of(backbone: nn.Module) -> tuple[int, int]:
-    """Return numbers of pixels that must divide the height and the width of images."""
+    """Return the numbers of pixels of which the height and width of resized views are multiples.
+
+    They are those of a patch if positions are interpolated, else 1.
+    """
     if not interpolates(backbone):
         return 1, 1
     rows, columns = adapter_of(backbone).patch_size

@@ -70,11 +70,11 @@ def extract(
 
     Args:
         backbone: A model of timm, torchvision or selftask, or one with a method ``extract``.
-        images: (B, C, H, W). Transformers with learned positions accept any size that can be
-            divided into patches; positions are interpolated.
+        images: (B, C, H, W). If ``interpolates(backbone)``, any size that can be divided into
+            patches is accepted; learned positions are interpolated.
         mask: (B, N) bool, True for patches to replace by ``mask_token`` after the patch embedding,
             before positions are added. Needs ``"tokens"`` in ``offers(backbone)``.
-        mask_token: (``adapter_of(backbone).mask_dim``,).
+        mask_token: (``adapter_of(backbone).mask_dim``,); without it, ``mask`` has no effect.
         keep: (B, K) indices of the patches to encode; other patches are dropped. Needs
             ``"subset"``.
         padding: (B, K) bool, True for padding in ``keep``. No other token attends to padding, and
@@ -90,7 +90,8 @@ def extract(
             ``"hidden"``.
 
     Raises:
-        UserError: If the backbone does not support a request.
+        UserError: If the backbone does not support a request, has no such layer, or cannot divide
+            the images into patches.
     """
     LAYER_DRAWS.enter_next(len(images))
     adapter = adapter_of(backbone)
@@ -122,6 +123,9 @@ def pooled(backbone: nn.Module, images: Tensor) -> Tensor:
     The result is ``backbone(images)``, unless it is a transformer with a grid of another size. The
     last block of timm's ViT with a class token is computed only for this token. timm's own
     interpolation of positions is not used: its backward pass is not deterministic.
+
+    Raises:
+        UserError: If the backbone does not return one vector per image.
     """
     size = _built_size(backbone)
     if TimmViT.fits(backbone) and (vit := TimmViT(cast(Any, backbone))).reads_class_token:
@@ -190,7 +194,7 @@ def adapter_of(backbone: nn.Module) -> Adapter:
 
 
 class Own(Adapter):
-    """Adapter of a module with a method ``extract`` and the attributes of ``Adapter``."""
+    """Adapter of a module with a method ``extract`` and some of the attributes of ``Adapter``."""
 
     def __init__(self, backbone: Any) -> None:
         self.backbone = backbone

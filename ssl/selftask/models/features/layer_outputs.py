@@ -55,7 +55,10 @@ class LayerOutputs:
         self._outputs.clear()
 
     def take(self) -> dict[int, Tensor]:
-        """Return the outputs (V * B, E) float32 by layer number, and discard them."""
+        """Return the outputs by layer number, and discard them; empty if no pass was recorded.
+
+        Each is float32 (V * B, E), for the V views of the recorded pass.
+        """
         outputs, self._outputs = self._outputs, {}
         return outputs
 

@@ -40,7 +40,10 @@ class MLPOutputs(nn.Module):
             mlp.register_forward_hook(self._outputs.keep)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """Return the outputs for images (B, C, H, W), in the order of the blocks."""
+        """Return the outputs for images (B, C, H, W), in the order of the blocks.
+
+        ``record`` must have been called before.
+        """
         self._outputs.kept = []
         num_patches = extract(self.backbone, images).patches.shape[1]
         outputs, self._outputs.kept = self._outputs.kept, None

@@ -69,7 +69,7 @@ class TimmSwin(TimmModel):
 def _limit(
     block: Any, labels: Tensor, module: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Add a mask of each window of each image to that of the shifted windows, if there is one."""
+    """Set the attention mask of each window to that of its groups, plus any of shifted windows."""
     mask, shifted = _same_group(block, labels), kwargs["mask"]
     if shifted is not None:  # (windows of an image, L, L)
         mask = mask + shifted.repeat(len(mask) // len(shifted), 1, 1)

@@ -99,7 +99,7 @@ class Request:
         return self.attend if groups is None else groups[:, :, None] == groups[:, None]
 
     def replace_masked(self, x: Tensor, *, channels_last: bool = True) -> Tensor:
-        """Replace masked patches by the mask token, if there is a mask.
+        """Replace masked patches by the mask token, if both mask and token are set.
 
         Args:
             x: Patch embeddings (B, N, E), (B, h, w, E), or (B, E, h, w) if not ``channels_last``.

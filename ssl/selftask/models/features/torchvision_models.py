@@ -77,7 +77,7 @@ class TorchvisionStages(Adapter):
 
     Layers are numbered as in timm for a ResNet (0 is the stem), as the stem (0) and the stages of
     ``trunk_output`` for a RegNet, and as children of ``features`` otherwise. A Swin supports mask
-    tokens. A ResNet supports sparse encoding: its convolutions do not see masked patches.
+    tokens. A ResNet supports sparse encoding: its convolutions do not see hidden patches.
     """
 
     def __init__(self, model: Any) -> None:

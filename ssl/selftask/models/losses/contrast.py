@@ -21,9 +21,10 @@ from selftask.models.precision import in_full_precision
 def info_nce(
     query: Tensor, key: Tensor, queue: Tensor, own: Tensor | None = None, *, temperature: float
 ) -> Tensor:
-    """Return the mean of -log(exp(q.k / tau) / sum of exp(q.x / tau) for x in key, queue, own).
+    """Return InfoNCE, the mean of -log(exp(q.k / tau) / sum_x exp(q.x / tau)).
 
-    MoCo (arXiv:1911.05722), eq. 1.
+    MoCo (arXiv:1911.05722), eq. 1. For a query q, x is its key k, each entry of its queue and each
+    of its own negatives. The mean is over all queries of this rank.
 
     Args:
         query: (V, B, D), not necessarily normalized.
@@ -44,9 +45,9 @@ def info_nce(
 
 @in_full_precision
 def gathered_cross_entropy(query: Tensor, key: Tensor, *, scale: float | Tensor) -> Tensor:
-    """Return the cross-entropy of each query with its key among the keys of all ranks.
+    """Return the mean cross-entropy of queries with their keys among the keys of all ranks.
 
-    Gradients reach the keys of every rank.
+    The mean is over the queries of this rank. Gradients reach the keys of every rank.
 
     Args:
         query: (B, D), usually of unit length.
@@ -60,7 +61,7 @@ def gathered_cross_entropy(query: Tensor, key: Tensor, *, scale: float | Tensor)
 
 @in_full_precision
 def recognition_loss(query: Tensor, candidates: Tensor, *, temperature: float) -> Tensor:
-    """Return the cross-entropy of each query with its key among all candidates.
+    """Return the mean cross-entropy of this rank's queries with their keys among all candidates.
 
     Args:
         query: (B, D), not necessarily normalized.
@@ -80,9 +81,9 @@ def view_cosines(views: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         views: V tensors of features (B, D), not necessarily normalized.
 
     Returns:
-        Cosines (VB, VBW), view after view in both dimensions, and columns (V, VB): entry s of a
-        row of view v is the column of view v + s (modulo V) of the same image, so that entry 0 is
-        the row itself.
+        Cosines (VB, VBW), view after view in both dimensions, and columns (V, VB). For row r of
+        view v, ``columns[s, r]`` is the column of view v + s (modulo V) of the same image;
+        ``columns[0, r]`` is that of the row itself.
     """
     units = [F.normalize(view, dim=1) for view in views]
     everyone = torch.cat([gather_cat_with_grad(unit) for unit in units])  # (VBW, D)
@@ -111,9 +112,10 @@ def positives_and_negatives(first: Tensor, second: Tensor) -> tuple[Tensor, Tens
 def shuffle_bn(images: Tensor) -> Tensor:
     """Return every W-th image of the global batch, for shuffled BatchNorm (MoCo, section 3.3).
 
-    A query and its key are then normalized with statistics of different images; otherwise these
-    statistics would reveal the match. The global batch is in random order, so taking every W-th
-    image replaces the paper's random permutation.
+    The first is image ``rank()``. Every rank must call this function, with images (B, ...) of the
+    same shape. A query and its key are then normalized with statistics of different images;
+    otherwise these statistics would reveal the match. The global batch is in random order, so
+    taking every W-th image replaces the paper's random permutation.
     """
     if world_size() == 1:
         return images

@@ -44,7 +44,7 @@ def softened_distance(student: Tensor, teacher: Tensor, temperature: float, *, k
 
 @in_full_precision
 def label_cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of labeled images, summed and divided by the number of all images.
+    """Return the cross-entropy of labeled images, summed over views and divided by V * B.
 
     Args:
         output: Logits (V, B, K).

@@ -86,7 +86,10 @@ def nce(
 
 
 def chance_of_nce(num_negatives: int) -> float:
-    """Return the loss of ``nce`` if all cosines are equal; h of each entry is then 1 / (1 + K)."""
+    """Return the loss of ``nce`` if all cosines are equal and Z is estimated from them.
+
+    The probability h of each entry is then 1 / (1 + K).
+    """
     return math.log1p(num_negatives) + num_negatives * math.log1p(1 / num_negatives)
 
 

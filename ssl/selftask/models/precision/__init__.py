@@ -37,6 +37,8 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
     Tensors may be in tuples, lists and dicts. In a ``Batch``, such as the second argument of a
     method's ``forward``, only values added by ``prepare_batch`` and ``on_forward`` are converted.
+    Without autocast, nothing is converted if the first argument, or the one after ``self``, is a
+    tensor in full precision.
 
     Raises:
         TypeError: If no positional argument is or contains a tensor.

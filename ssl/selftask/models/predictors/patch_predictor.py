@@ -80,9 +80,9 @@ class PatchPredictor(GridPositions):
             encoded: (B, P + K, E), prefix tokens and the patches ``keep``.
             keep: (B, K) indices of the encoded patches.
             asked: (B, M, Q) indices of the patches to predict.
-            padding: (B, K) bool, True for padding in ``keep``, to which no token attends. Requires
-                ``asked_padding``.
-            asked_padding: (B, M, Q) bool, True for padding in ``asked``.
+            padding: (B, K) bool, True for padding in ``keep``, to which no token attends.
+            asked_padding: The same for ``asked``, (B, M, Q). Either has an effect only if both are
+                given.
             grid: Rows and columns of patches; by default those of the constructor.
 
         Returns:
@@ -146,8 +146,8 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
 def fix_sincos_positions(backbone: nn.Module) -> None:
     """Set fixed sine-cosine positions in a vision transformer, and zeros for prefix tokens.
 
-    As in MAE (appendix A.1) and I-JEPA. Models that have only rotary positions are unchanged.
-    Raises UserError for a transformer without any positions.
+    As in MAE (appendix A.1) and I-JEPA. The positions then require no gradients. Models that have
+    only rotary positions are unchanged. Raises UserError for a backbone without any positions.
     """
     adapter = adapter_of(backbone)
     if adapter.positions is None:

@@ -17,7 +17,8 @@ NONE = "none"
 def check_model(address: str, weights: str | None = None) -> None:
     """Raise UserError if there is no model at an address, or ``weights`` do not exist or apply.
 
-    The existence of remote files and runs is not checked.
+    The existence of a remote ``address`` is not checked. A remote file of ``weights`` is
+    downloaded.
 
     Args:
         address: As in ``open_model``.
@@ -57,7 +58,11 @@ def no_model(path: Path) -> UserError:
 
 
 def existing_file(path: str | Path) -> Path:
-    """Return the local copy of a file of weights; raise UserError if it is missing or empty."""
+    """Return the local copy of a file of weights.
+
+    Raises:
+        UserError: If the file is missing or empty, or is a folder.
+    """
     file = fetch(path)
     if is_folder(file):
         raise UserError(

@@ -163,7 +163,7 @@ class Placement:
 
 
 def flatten(content: Any) -> dict[str, Tensor]:
-    """Return the tensors and arrays in nested dicts, with keys joined by dots."""
+    """Return the tensors and numeric arrays in nested dicts, with keys joined by dots."""
     tensors: dict[str, Tensor] = {}
 
     def visit(value: Any, path: str) -> None:

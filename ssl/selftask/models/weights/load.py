@@ -49,6 +49,10 @@ def load_part(module: nn.Module, checkpoint: Mapping[str, Any], path: str) -> No
         module: Module to load into; all names and shapes must match.
         checkpoint: The checkpoint.
         path: Location of the weights, see ``weights_at``.
+
+    Raises:
+        UserError: If the checkpoint lacks the first part of ``path``.
+        RuntimeError: If names or shapes differ.
     """
     weights = weights_at(checkpoint, path)
     if not is_on_meta(module):
@@ -135,8 +139,9 @@ def load_weights(
             there is none.
 
     Raises:
-        UserError: If too few tensors match, or if several networks match. The module is then
-            unchanged. The message lists missing and unexpected keys, and different shapes.
+        UserError: If too few tensors match, if several networks match, or if a pattern of ``skip``
+            matches nothing. The module is then unchanged. The message lists missing and unexpected
+            keys, and different shapes.
     """
     match = _match(module, state, what, _skipped(module, skip, what))
     share = len(match.found) / max(1, match.num_wanted)

@@ -61,7 +61,7 @@ def open_model(
     Returns:
         The backbone, and the metadata of ``backbone.json``: architecture, channels, embed_dim,
         normalization, input_size, transforms (of its input images), and for runs method and step.
-        Under ``torch.device("meta")`` no weights are read.
+        Under ``torch.device("meta")`` no weights are loaded.
 
     Raises:
         UserError: If something is missing or does not match.
@@ -89,13 +89,16 @@ def open_model(
 def describe_model(
     address: str, *, weights: str = PRETRAINED, trust: bool = False, image_size: int | None = None
 ) -> dict[str, Any]:
-    """Return the metadata of ``open_model`` except embed_dim, without building or loading.
+    """Return the metadata of ``open_model`` except embed_dim, without building the model.
 
     Args:
         address: As in ``open_model``.
         weights: As in ``open_model``.
         trust: Allow an architecture in the user's own code.
         image_size: Image size in pixels to which the transforms are adapted.
+
+    Raises:
+        UserError: If the model or its metadata is missing, or ``image_size`` does not fit it.
     """
     return _describe(address, weights, trust, image_size)[0]
 
@@ -142,7 +145,7 @@ def open_init(config: Config, channels: int) -> State | None:
     """Return the result of ``read_init``, or raise UserError if it does not fit the backbone.
 
     A backbone from the user's own code is not checked, since building it twice may have side
-    effects.
+    effects, nor is one that cannot be built on the meta device.
     """
     weights = read_init(config)
     if weights is not None and config.backbone.name != "custom":
@@ -161,6 +164,9 @@ def load_init(backbone: nn.Module, config: Config, weights: State | None = None)
         backbone: The backbone.
         config: The config of the run.
         weights: Result of ``read_init``, if it has been called before.
+
+    Raises:
+        UserError: If the weights cannot be read or do not fit.
     """
     if is_on_meta(backbone):
         return
@@ -186,7 +192,8 @@ def read_weights(address: str) -> dict[str, Tensor]:
     """Return the weights at an address, to initialize a network (``init.backbone``).
 
     The address is one of ``open_model``, any file of weights, ``RUN@best`` or ``RUN@STEP``. Its
-    architecture may be unknown: ``load_weights`` checks whether the weights match.
+    architecture may be unknown: ``load_weights`` checks whether the weights match. Raises UserError
+    if there are none.
     """
     library, name = split_address(address)
     if library:
@@ -270,7 +277,7 @@ def _describe_library(library: str, name: str, weights: str) -> dict[str, Any]:
 
 
 def _input_size(library: str, name: str) -> int:
-    """Return the image size in pixels of a model's configuration."""
+    """Return the image size in pixels of a timm model's configuration; 224 if it is unknown."""
     if library == "timm":
         import timm
 

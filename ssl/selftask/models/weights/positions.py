@@ -23,7 +23,7 @@ def interpolate_positions(module: nn.Module, key: str, positions: Tensor) -> Ten
 
     Returns:
         The positions for the module's grid, (1, T + M, E). None if ``key`` is not the module's
-        positions, or the grid is not square.
+        positions, the grid is not square, or the width E is another one.
     """
     grid = _grid(module)
     if grid is None or key not in ("pos_embed", "encoder.pos_embedding"):

@@ -33,7 +33,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     objects other than tensors are dropped.
 
     Raises:
-        UserError: If the file has no weights; the message explains what it is.
+        UserError: If the file is missing or has no weights; the message explains what it is.
     """
     path = fetch(path)
     if is_file(path / MANIFEST):
@@ -58,7 +58,7 @@ def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 def weights_at(checkpoint: Mapping[str, Any], path: str) -> dict[str, Tensor]:
     """Return the weights of a module in a checkpoint, such as ``method.teacher.network.head``.
 
-    Adapters (``backbone.lora``) are merged.
+    Adapters (``backbone.lora``) are merged. The result is empty if the module has no weights there.
 
     Raises:
         UserError: If the checkpoint lacks the first part of the path.
@@ -103,7 +103,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> Any:
-    """Return the tensors of a ``torch.save`` or pickle file; other objects are left out."""
+    """Return the content of a ``torch.save`` or pickle file; other objects are placeholders."""
     try:
         content, skipped = read_tensors(path)
     except MemoryError:

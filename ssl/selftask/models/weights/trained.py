@@ -163,7 +163,10 @@ def open_text(address: str, embed_dim: int, tokenizer: Tokenizer) -> tuple[nn.Mo
 
 
 def build_own(module: FrozenModule) -> nn.Module:
-    """Build a user's class, ``package.module:Class``, and load its file of weights, if any."""
+    """Build a user's class, ``package.module:Class``, and load its file of weights, if any.
+
+    On the meta device no weights are loaded. Raises UserError if building or loading fails.
+    """
     built: nn.Module = BACKBONES["custom"](model=module.model, args=module.args).build()
     if module.weights is not None and not is_on_meta(built):
         load_weights(built, read_state(module.weights), what=module.weights)

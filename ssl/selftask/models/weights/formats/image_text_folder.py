@@ -29,10 +29,11 @@ def is_image_text_folder(folder: Path) -> bool:
 
 
 def open_image_text(folder: Path) -> tuple[ImageTextModel, dict[str, Any]]:
-    """Return the model in a folder, in eval mode, and its metadata as from ``open_model``.
+    """Return the model in a folder, in eval mode, and its channels, transforms and method.
 
-    Nothing is downloaded, and no code in the folder is run. Images are resized so that the shorter
-    side fits and cropped at the center; SigLIP's own processor changes the aspect ratio.
+    These are as in the metadata of ``open_model``. Nothing is downloaded, and no code in the folder
+    is run. Images are resized so that the shorter side fits and cropped at the center; SigLIP's own
+    processor changes the aspect ratio.
 
     Raises:
         UserError: If transformers is missing, or cannot load the folder.

@@ -21,12 +21,13 @@ def save_program(backbone: nn.Module, folder: Path, facts: dict[str, Any]) -> Pa
     """Write ``backbone.pt2``, load it again and compare its features; return its path.
 
     The program maps float32, normalized images (B, C, S, S) to features (B, E), and B is dynamic.
-    The content of ``backbone.json`` is stored as the extra file ``selftask``.
+    S is as in ``save_onnx``. The content of ``backbone.json`` is stored as the extra file
+    ``selftask``.
 
     Args:
         backbone: The backbone, on the CPU.
         folder: Folder to write to.
-        facts: Metadata, see ``save_backbone``; images have its fixed size or ``input_size``.
+        facts: Metadata, see ``save_backbone``.
 
     Raises:
         UserError: If torch cannot export this backbone, or if the saved program computes different
