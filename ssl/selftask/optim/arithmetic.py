@@ -78,7 +78,7 @@ def _warmup(config: OptimizerConfig, length: RunLength) -> str:
 
 
 def _lr(config: OptimizerConfig, length: RunLength) -> Iterator[str]:
-    """Yield the formula of the scaled rate, then the actual values of the schedule."""
+    """Yield the formula of the rate if it is scaled, then the actual values of the schedule."""
     batch = _step(length)
     section = config.lr_section(batch)
     if isinstance(config.lr, ScaledLR):

@@ -89,7 +89,7 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         return {**super().get_classy_state(), "names": self._names}
 
     def set_classy_state(self, state: dict[str, Any]) -> None:
-        """Restore the state. Raise ValueError if the parameters are in another order."""
+        """Restore the state. Raise ValueError if the parameters are others or in another order."""
         for before, now in zip(state["names"], self._names, strict=True):
             if before != now:
                 raise ValueError(
@@ -159,6 +159,9 @@ def build_optimizer(
     Returns:
         A Classy optimizer with ``step(where=...)``; ``settings`` lists the settings of each
             parameter.
+
+    Raises:
+        UserError: If a rule matches no parameter, or ``build`` returns no torch optimizer.
     """
     settings = assign_settings(modules, config, length, depths or {}, of_method, only=only, key=key)
     groups = _groups(settings, config, length, batch)

@@ -27,7 +27,7 @@ def whole_norms(
     Every rank must call this function if there are shards.
 
     Args:
-        tensors: Tensors, or shards of them.
+        tensors: Tensors, or shards of them; at least one.
         p: Order of the norm.
         shards_of: Sharded tensors, if ``tensors`` are plain tensors with the values of such shards.
     """
@@ -76,7 +76,7 @@ def clip_norm(grads: list[Any], max_norm: float, *, p: float = 2.0, each: bool =
         each: Clip the norm of each gradient instead of the total norm.
 
     Returns:
-        The total norm before clipping.
+        The total norm before clipping, a scalar; 0 without gradients.
     """
     if not grads:
         return torch.zeros(())

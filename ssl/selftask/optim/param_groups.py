@@ -25,14 +25,17 @@ Named = Iterable[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, its name, and the class names of the module that contains it."""
+    """A parameter, its name, and the names of its module's class and that class's bases."""
 
     name: str  # such as network.backbone.conv1.weight
     value: nn.Parameter
     kinds: frozenset[str]
 
     def matches(self, rule: GroupRule) -> bool:
-        """Return True if the rule applies to this parameter; ``network.`` may be omitted."""
+        """Return True if the rule applies to this parameter.
+
+        The first part of the name, such as ``network.``, may be omitted in the rule.
+        """
         if rule.type and self.kinds.isdisjoint(_listed(rule.type)):
             return False
         names = (self.name, self.name.partition(".")[2])
@@ -53,7 +56,7 @@ class Settings:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key of the group in the table of parameter groups; equal for all its parameters."""
+        """Key of the parameter's group in the table of groups; equal for all of a group."""
         shown = (str(self.weight_decay), self.lr, str(self.schedule), self.frozen_steps)
         return (self.decays, *shown)
 
@@ -177,7 +180,8 @@ def assign_settings(
         key: Key of the section, for messages.
 
     Raises:
-        UserError: If a rule of the config matches no parameter.
+        UserError: If a rule of the config, other than with ``freeze: true``, matches no trained
+            parameter.
     """
     parameters = [
         p

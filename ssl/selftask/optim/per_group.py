@@ -25,7 +25,7 @@ class PerGroup(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters; return the loss of ``closure``."""
+        """Update all parameters that have a gradient; return the loss of ``closure``, if given."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]

@@ -30,7 +30,7 @@ _EPSILON = 1e-9  # fraction of a run; tolerance for rounding errors of progress
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a run after the warm-up, over which a schedule extends."""
+    """The part of a run over which a schedule extends: after the warm-up, or the whole run."""
 
     length: RunLength
     warmup: float = 0.0  # fraction of the run
@@ -84,12 +84,12 @@ class ScheduleConfig:
 
     @abstractmethod
     def curve(self, start: float, end: float, span: Span) -> Schedule:
-        """Return the value as a function of progress in [0, 1) after the warm-up.
+        """Return the value as a function of progress in [0, 1) within ``span``.
 
         Args:
-            start: Value after the warm-up.
+            start: Value at the start of ``span``.
             end: Value at the end of the run.
-            span: Part of the run after the warm-up, to convert durations.
+            span: Part of the run over which the schedule extends; it converts durations.
         """
 
     def build(self, length: RunLength) -> Any:
