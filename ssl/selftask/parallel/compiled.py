@@ -30,6 +30,9 @@ def compile_blocks(network: nn.Module, options: CompileConfig) -> bool:
 
     Returns:
         True if the network has blocks.
+
+    Raises:
+        UserError: If it has, and the backend is unknown.
     """
     blocks = find_blocks(network)
     for block in blocks:
@@ -40,7 +43,10 @@ def compile_blocks(network: nn.Module, options: CompileConfig) -> bool:
 
 
 def compile_calls(network: nn.Module, options: CompileConfig) -> None:
-    """Compile a network in place with ``nn.Module.compile``; submodules and state do not change."""
+    """Compile a network in place with ``nn.Module.compile``; submodules and state do not change.
+
+    Raises UserError for an unknown backend.
+    """
     _check_backend(options.backend)
     network.compile(**asdict(options))
 

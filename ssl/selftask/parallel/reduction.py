@@ -23,7 +23,7 @@ class Reduction:
     """
 
     def shard(self, networks: Iterable[nn.Module], initial: InitialWeights) -> None:
-        """Shard the trained network and teachers; ``initial`` provides their weights."""
+        """Shard networks, the trained one first, then teachers; ``initial`` has their weights."""
 
     def wrap(self, network: nn.Module) -> nn.Module:
         """Return the module that the step calls instead of the network."""
@@ -47,7 +47,10 @@ class Reduction:
         """Forget gradients of an abandoned step that are kept outside of ``Parameter.grad``."""
 
     def full_state(self, state: Any) -> Any:
-        """Return a nested state with full tensors on rank 0. Every rank must call this method."""
+        """Return a nested state whose sharded tensors are full on rank 0, and empty elsewhere.
+
+        Every rank must call this method.
+        """
         return state
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
