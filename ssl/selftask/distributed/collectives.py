@@ -20,7 +20,7 @@ _AVAILABLE = dist.is_available()
 
 
 def world_size() -> int:
-    """Return the number of ranks, or 1 without a process group."""
+    """Return the number of ranks, also of simulated ones, or 1 without a process group."""
     if SIMULATED.active:
         return SIMULATED.size
     return dist.get_world_size() if _AVAILABLE and dist.is_initialized() else 1

@@ -30,7 +30,7 @@ _SETTINGS = ("mmap_threshold", "trim_threshold", "top_pad", "mmap_max")
 
 
 def pick_device(name: str, world: World) -> torch.device:
-    """Return the device of this rank.
+    """Return the device of this rank; an accelerator also becomes torch's current device.
 
     Args:
         name: ``auto`` (the accelerator that torch sees, else the CPU), ``cpu`` or the type of an

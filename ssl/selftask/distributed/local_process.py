@@ -14,7 +14,7 @@ OPEN_FILES = 4096  # enough for the workers of a run
 
 
 def is_running(pid: int) -> bool:
-    """Return True if a process with this id runs on this machine."""
+    """Return True if a process with this id runs on this machine, or if the id is too large."""
     if pid <= 0:  # a group of processes
         return False
     try:

@@ -16,7 +16,7 @@ _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 
 def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) -> None:
-    """Initialize the process group if there is more than one process.
+    """Initialize the process group, unless there is one or this is the only process.
 
     Args:
         world: Rank and size of this process.

@@ -43,7 +43,7 @@ class SimulatedRanks:
         return self.size > 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Count a ring all-reduce: each rank sends 2 (W - 1) / W of the tensor."""
+        """Count a ring all-reduce: each rank sends 2 (W - 1) / W of the tensor. Return ``x``."""
         self.bytes_of["all_reduce"] += 2 * (self.size - 1) * x.nbytes // self.size
         return x
 
@@ -59,7 +59,7 @@ class SimulatedRanks:
         return x[: len(x) // self.size].clone()
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Count an exchange of rows: each rank sends (W - 1) / W of them."""
+        """Count an exchange of rows: each rank sends (W - 1) / W of them. Return a copy."""
         self.bytes_of["all_to_all"] += (self.size - 1) * x.nbytes // self.size
         return x.clone()
 
