@@ -126,7 +126,11 @@ class Registry:
             )
 
     def __getitem__(self, name: str) -> Any:
-        """Return the entry registered as ``name``, importing its module on first use."""
+        """Return the entry registered as ``name``, importing its module on first use.
+
+        Raises:
+            UnknownName: If there is none.
+        """
         if name not in self._registered:
             importlib.import_module(self.address(name).module)
         return self._registered[name]
