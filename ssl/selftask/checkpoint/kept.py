@@ -100,6 +100,8 @@ class Kept:
 def named_checkpoint(address: str) -> Path | None:
     """Return the checkpoint of ``RUN@best`` or ``RUN@STEP``; None for other addresses.
 
+    The result is also None if ``address`` itself is an existing path.
+
     Raises:
         UserError: If the run has no such checkpoint.
     """

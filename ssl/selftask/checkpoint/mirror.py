@@ -44,7 +44,8 @@ def fetch_run(
     """Make ``folder`` a copy of the run at an address, without incomplete checkpoints.
 
     Nothing is fetched if the last attempt of the run used this folder, since its files are newer.
-    Checkpoints with the same manifest are not downloaded again.
+    Otherwise local files that the copy does not need are removed, and checkpoints with the same
+    manifest are not downloaded again.
 
     Args:
         address: Address of the run.
@@ -105,7 +106,7 @@ def mirrored(out: str, folder: Path, sent: dict[str, Stamp] | None) -> Iterator[
         sent: The result of ``fetch_run``; None to do nothing.
 
     Raises:
-        RunError: If the last upload failed.
+        RunError: If the last upload failed. After another error, which is raised, this is logged.
     """
     if sent is None:
         yield lambda: None

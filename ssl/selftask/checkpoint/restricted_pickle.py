@@ -224,8 +224,8 @@ def is_zip(path: Path) -> bool:
 def check_file(path: Path) -> None:
     """Raise UnpicklingError if torch.load(weights_only=True) would overflow the stack.
 
-    torch.load hashes dict keys of any depth. Files of other formats are not checked, since
-    torch.load refuses them.
+    torch.load hashes dict keys of any depth. For a file that is neither a zip archive nor a pickle,
+    any error may be raised.
     """
     if is_zip(path):
         record = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
