@@ -142,21 +142,27 @@ def find(address: str, *, pattern: bool = False) -> list[tuple[str, int, str]]:
 
 
 def download(address: str, path: Path) -> None:
-    """Copy a file from the store to ``path``, atomically."""
+    """Copy a file from the store to ``path``, atomically.
+
+    Errors of the handler are not converted.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part, open_read(address) as source, part.open("wb") as copy:
         shutil.copyfileobj(source, copy, PIECE)
 
 
 def upload(path: Path, address: str) -> None:
-    """Copy a local file to the store; an existing file is replaced."""
+    """Copy a local file to the store; an existing file is replaced.
+
+    Errors of the handler are not converted.
+    """
     store = manager(address)
     store.mkdirs(address.rpartition("/")[0])
     store.copy_from_local(str(path), address, overwrite=True)
 
 
 def remove(address: str) -> None:
-    """Remove a file from the store."""
+    """Remove a file from the store. Errors of the handler are not converted."""
     manager(address).rm(address)
 
 
@@ -175,8 +181,9 @@ def fetch(path: str | Path) -> Path:
 def output_folder(out: str | Path) -> Iterator[Path]:
     """Context manager that yields a local folder to write to, and uploads it if ``out`` is remote.
 
-    Files are uploaded at exit, in the order in which they were written. After an error nothing is
-    uploaded. Raises UserError if the upload fails.
+    A local ``out`` itself is yielded, and not created. Files are uploaded at exit, in the order in
+    which they were written. After an error nothing is uploaded. Raises UserError if the upload
+    fails.
     """
     if not is_remote(out):
         yield expand_user(out)
