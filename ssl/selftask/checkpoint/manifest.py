@@ -91,7 +91,7 @@ def verify(path: Path, manifest: Any, *, content: bool = True) -> None:
         content: Compare the checksum in addition to the length.
 
     Raises:
-        DamagedCheckpoint: If they differ.
+        DamagedCheckpoint: If they differ, or the manifest lacks a value.
     """
     try:
         length, expected = manifest["bytes"], manifest[CHECKSUM]

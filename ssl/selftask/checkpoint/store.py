@@ -215,7 +215,7 @@ def load_newest(
     """Return the newest intact checkpoint and its path; None if there are no checkpoints.
 
     Damaged files are logged and skipped. If a file disappears while it is read, because a running
-    training has replaced it, the newest checkpoint is read instead.
+    training has replaced it, the newest checkpoint is read instead, unless ``paths`` are given.
 
     Args:
         folder: Folder of the checkpoints.

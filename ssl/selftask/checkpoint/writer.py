@@ -61,7 +61,7 @@ class CheckpointWriter:
     def keep_now(self, kept: Kept) -> None:
         """Replace the list of kept checkpoints, and remove old ones that it does not contain.
 
-        Waits for the current write.
+        Waits for the current write; raises RunError if it failed.
         """
         self.wait()
         self.kept = kept
@@ -79,7 +79,7 @@ class CheckpointWriter:
 
         Raises:
             TypeError: If the state contains other objects.
-            RunError: If this write or the previous one failed.
+            RunError: If the previous write failed, or this one if no thread writes it.
         """
         check_plain(state)
         self._wait_for_previous()

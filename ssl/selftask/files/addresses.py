@@ -77,14 +77,20 @@ def is_folder(address: str) -> bool:
 
 
 def list_names(address: str) -> list[str]:
-    """Return the sorted names in a folder; an empty list if there is no such folder."""
+    """Return the sorted names in a folder; an empty list if there is no such folder.
+
+    Raises UserError if the store does not answer.
+    """
     if not is_folder(address):
         return []
     return sorted({name.rstrip("/").rpartition("/")[2] for name in _ask(address, "ls")})
 
 
 def walk(address: str) -> Iterator[str]:
-    """Yield the paths of all files below a folder, relative to it, sorted in each folder."""
+    """Yield the paths of all files below a folder, relative to it, sorted in each folder.
+
+    Raises UserError if the store does not answer.
+    """
     for name in list_names(address):
         inside = f"{address.rstrip('/')}/{name}"
         if is_folder(inside):

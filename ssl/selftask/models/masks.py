@@ -106,8 +106,8 @@ def rectangles(
     Args:
         area: Area of each rectangle (...), as a fraction of the image.
         shape: Height / width (...), relative to the image's.
-        down: Row (...), from 0 at the top to 1 at the bottom.
-        right: Column (...), from 0 to 1.
+        down: Vertical position (...), from 0 at the top to 1 at the bottom.
+        right: Horizontal position (...), from 0 at the left to 1 at the right.
         grid: Rows and columns of patches.
 
     Returns:

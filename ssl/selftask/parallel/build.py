@@ -71,7 +71,8 @@ def save_activations(config: ParallelConfig, network: nn.Module) -> ActivationBu
         network: The trained network, modified in place.
 
     Returns:
-        The budget, to be finalized after the first backward pass.
+        The budget, to be finalized after the first backward pass. It has no blocks unless the
+        config sets a budget.
 
     Raises:
         UserError: If the network has no blocks.

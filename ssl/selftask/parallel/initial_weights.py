@@ -55,7 +55,10 @@ class InitialWeights:
             broadcast_module(module)
 
     def materialize(self, module: nn.Module) -> None:
-        """Allocate meta tensors with the values of the first rank. Every rank must call it."""
+        """Do nothing; ``MetaInit`` allocates a module's meta tensors with the first rank's values.
+
+        Every rank must call this method.
+        """
 
 
 class MetaInit(InitialWeights):

@@ -250,7 +250,7 @@ class LayerDraws:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager for a network without dropout layers; it computes no words."""
+        """Context manager without words, for a network whose dropout layers are disabled."""
         with self._restored():
             self.stop()
             yield

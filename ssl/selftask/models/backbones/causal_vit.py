@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class CausalViT:
     """Causal transformer: patches attend to a start token and earlier patches; iGPT-S by default.
 
-    Patches are ordered row by row. The output is their mean.
+    Patches are ordered row by row. The output is the mean of the patch tokens.
     """
 
     offers = ("dense", "hidden", "tokens", "subset", "attention", "groups")

@@ -52,7 +52,7 @@ class ChannelTowersConfig:
 
 
 class ChannelTowers(nn.Module):
-    """Concatenated features (B, sum of ``widths``) of the parts of images (B, C, H, W).
+    """Concatenated features (B, sum of ``widths``) of networks that each see some channels.
 
     Hidden layers are numbered tower by tower; there are none unless every tower has some.
 
@@ -85,7 +85,12 @@ class ChannelTowers(nn.Module):
         ]
 
     def extract(self, images: Tensor, *, layers: tuple[int, ...] = ()) -> Features:
-        """Return pooled features, the patches of the last tower, and hidden layers by number."""
+        """Return pooled features, the tokens of the last tower, and hidden layers by number.
+
+        Args:
+            images: (B, C, H, W).
+            layers: Numbers of the layers, as in ``layer_modules``.
+        """
         outputs: list[Features] = []
         hidden: dict[int, Tokens] = {}
         first = 0

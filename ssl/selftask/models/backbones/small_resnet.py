@@ -55,7 +55,7 @@ class SmallResNet(nn.Module):
         blocks: Residual blocks in each stage.
         stem_stride: Stride of the stem.
         channels: Channels of the images.
-        norm: Builds the normalization of a number of channels.
+        norm: Function that builds the normalization for a given number of channels.
     """
 
     offers = ("dense", "hidden", "sparse")

@@ -31,7 +31,10 @@ class HeadBlock(ABC):
 
     @abstractmethod
     def build(self, width: int, num_classes: int) -> tuple[nn.Module, int]:
-        """Return the module (N, E) -> (N, D), and D.
+        """Return the module and its number of output features, D.
+
+        The module maps features (N, E) to (N, D). That of a first block may take ``Features``
+        instead (``takes_tokens``), or features of several views, (V, N, E).
 
         Args:
             width: Number of input features, E.

@@ -15,7 +15,7 @@ class ConvDecoder(nn.Module):
     """Grouped convolutions on the grid of patches, then a linear layer: (B, N, E) -> (B, N, E).
 
     Each convolution is followed by a norm over channels, without parameters, and a GELU. The input
-    is added to the output if both have the same number of channels.
+    of the convolution is then added if it has the same number of channels.
 
     Args:
         embed_dim: Width E of the patches; divisible by ``groups``.

@@ -204,7 +204,7 @@ class _TensorUnpickler(Outline):
 def read_tensors(path: Path) -> tuple[Any, list[str]]:
     """Return the content of a ``torch.save`` or pickle file, and the names of skipped classes.
 
-    Raises pickle.UnpicklingError or an error of torch for other kinds of files.
+    For other kinds of files any error may be raised, such as pickle.UnpicklingError.
     """
     skipped: dict[str, None] = {}
 
