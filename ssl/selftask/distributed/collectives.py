@@ -281,7 +281,7 @@ def average_statistics(module: nn.Module) -> None:
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
-    """Copy tensors from rank 0 to every rank, in one broadcast per dtype."""
+    """Copy tensors from rank 0 to every rank, in one broadcast per dtype and type of device."""
     if world_size() > 1 and not SIMULATED.active:
         with collective_activity("broadcast of buffers"):
             for alike in _alike(tensors):

@@ -16,6 +16,8 @@ _MAX_NAMES = 12
 def count_ranks(present: Sequence[bool], group: dist.ProcessGroup | None = None) -> list[int]:
     """Return for each entry the number of ranks on which it is True.
 
+    Every rank must call this function, with the same number of entries.
+
     Args:
         present: The entries of this rank.
         group: A ``host_group``. The default group (None) may make the host wait for the device.

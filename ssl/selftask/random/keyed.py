@@ -185,7 +185,7 @@ class LayerDraws:
         """Set the words for the next forward pass of a network call, over ``rows`` images.
 
         If ``rows`` is not a multiple of the number of samples, the words do not change, and dropout
-        layers warn.
+        layers warn. Outside of a batch this has no effect.
         """
         if self._table is not None:
             number, rest = divmod(rows, self._table.shape[2])
@@ -193,7 +193,10 @@ class LayerDraws:
                 self.enter(range(self._next_view, self._next_view + number))
 
     def enter(self, views: Sequence[int]) -> None:
-        """Set the words for a forward pass of these views of all samples of the batch."""
+        """Set the words for a forward pass of these views of all samples of the batch.
+
+        Outside of a batch this has no effect.
+        """
         if self._table is None:
             return
         first, end = min(views), max(views) + 1

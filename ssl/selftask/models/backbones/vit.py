@@ -37,7 +37,7 @@ class _ViT:
     class_token: bool = True
     """Whether there is a class token."""
     drop_path: float = setting(0.0, min=0, below=1)
-    """Rate of stochastic depth in the last block; it increases linearly from 0 in the first."""
+    """Rate of stochastic depth in the last block; by default it increases linearly from 0."""
     drop_path_uniform: bool = False
     """Whether all blocks have the rate ``drop_path``, as in DINOv2."""
     dynamic_img_size: bool = False

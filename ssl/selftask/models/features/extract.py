@@ -121,8 +121,9 @@ def pooled(backbone: nn.Module, images: Tensor) -> Tensor:
     """Return pooled features (B, E) of images (B, C, H, W) of any size that ``extract`` accepts.
 
     The result is ``backbone(images)``, unless it is a transformer with a grid of another size. The
-    last block of timm's ViT with a class token is computed only for this token. timm's own
-    interpolation of positions is not used: its backward pass is not deterministic.
+    last block of timm's ViT with a class token is computed only for this token, unless it has hooks
+    or is sharded, compiled or recomputed. timm's own interpolation of positions is not used: its
+    backward pass is not deterministic.
 
     Raises:
         UserError: If the backbone does not return one vector per image.

@@ -184,7 +184,7 @@ def place(state: State, backbone: State) -> Placement:
 
     The renames of each of ``LAYOUTS`` are tried on all keys, then every prefix whose removal gives
     some key of the backbone. The result with the most tensors of equal name and shape is used; ties
-    are resolved by the order of ``LAYOUTS``, then by the shorter prefix.
+    are resolved by the number of equal names, the order of ``LAYOUTS``, then the shorter prefix.
     """
     clean = with_statistics({WRAPPERS.sub("", key): value for key, value in state.items()})
     clean = with_masked_biases(clean, backbone)
@@ -260,7 +260,7 @@ def grouped(keys: Iterable[str], prefix: str) -> dict[str, int]:
 def _best_prefixes(
     names: Mapping[str, str], state: State, backbone: State
 ) -> tuple[tuple[int, int], list[str]]:
-    """Return the largest number of matches, and the prefixes whose removal gives it."""
+    """Return the largest counts (equal names and shapes, equal names), and prefixes with them."""
     counts: dict[str, tuple[int, int]] = {"": (0, 0)}
     for name, key in names.items():
         parts = name.split(".")

@@ -249,7 +249,7 @@ def _match(module: nn.Module, state: State, what: str, skipped: Set[str]) -> _Ma
 
 
 def _explain(match: _Match, min_matched: float, what: str) -> str:
-    """Describe the expected tensors, the tensors found and the differences in one paragraph."""
+    """Describe the expected tensors, the tensors found and the differences, one a line."""
     lines = [f"{what}: {match.summary()}, wanted {min_matched:.0%} of them"]
     if match.prefix:
         lines.append(f"  removed from all keys: {match.prefix!r}")
