@@ -145,7 +145,7 @@ def keep_freed_memory(device: torch.device) -> None:
     in again, at about 2 us per 4 KiB.
 
     This function does nothing in three cases: on a GPU, since activations are not on the host; if
-    the C library is not glibc; and if the user has set MALLOC_*_ or GLIBC_TUNABLES.
+    the C library is not glibc; and if the user has set a limit by MALLOC_*_ or GLIBC_TUNABLES.
 
     Blocks over 32 MiB are still returned. torch aligns its blocks, so glibc cannot always reuse a
     freed one of that size, and the heap would grow.

@@ -61,13 +61,18 @@ def to_one_device(values: Iterable[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def total_norm(tensors: list[Any], p: float = 2.0) -> Tensor:
-    """Return the p-norm of all tensors together; 0 for an empty list."""
+    """Return the p-norm of all tensors together, a scalar; 0 for an empty list.
+
+    Every rank must call this function if there are shards.
+    """
     return torch.linalg.vector_norm(whole_norms(tensors, p), p) if tensors else torch.zeros(())
 
 
 @torch.no_grad()
 def clip_norm(grads: list[Any], max_norm: float, *, p: float = 2.0, each: bool = False) -> Tensor:
     """Scale gradients in place to a p-norm of at most ``max_norm``.
+
+    Every rank must call this function if there are shards.
 
     Args:
         grads: Gradients, or shards of them.
@@ -107,7 +112,8 @@ def clip_adaptively(
     """Clip gradients unit-wise and in place: adaptive clipping, arXiv:2102.06171, equation 3.
 
     The gradient G of a unit with weights W is scaled to max_ratio * max(|W|, eps) if its norm is
-    larger. A unit is a row: the weights of one output. Biases and gains are one unit.
+    larger. A unit is a row: the weights of one output. Biases and gains are one unit. Every rank
+    must call this function if there are shards.
 
     Args:
         parameters: Parameters whose gradients are clipped, if they have one.

@@ -217,7 +217,7 @@ def bucket_groups() -> list[dist.ProcessGroup | None]:
 
 
 def _split_like(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Return views of a flat tensor with the shape and memory format of each parameter."""
+    """Return views of a flat tensor in the shapes of parameters, with their strides if dense."""
     chunks = flat.split([p.numel() for p in parameters])
     parts = []
     for chunk, parameter in zip(chunks, parameters, strict=True):

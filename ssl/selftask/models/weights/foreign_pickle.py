@@ -88,7 +88,7 @@ def _make_array(kind: Any, shape: Any, code: Any) -> Any:
 
 
 def _array_of_buffer(content: Any, kind: Any, shape: Any, order: Any, axes: Any = None) -> Any:
-    """Return an array from a pickle of protocol 5; it is empty if its dtype is not numeric."""
+    """Return an array from a pickle of protocol 5; empty for other dtypes and permuted axes."""
     dtype = _dtype(kind)
     if dtype is None or axes is not None:
         return _Array(0, bool)

@@ -76,7 +76,11 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters by both optimizers, with the settings of the common groups."""
+        """Update the parameters by both optimizers, with the settings of the common groups.
+
+        Returns:
+            The loss of ``closure``, if given.
+        """
         loss = None if closure is None else closure()
         for part in self._parts:
             part.state = self.state
