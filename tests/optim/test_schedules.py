@@ -293,3 +293,9 @@ def test_a_schedule_without_a_curve_is_refused(forget_names: None) -> None:
     match = r"is a class without a method `curve`; .* class selftask.optim.schedules.ScheduleConfig"
     with pytest.raises(UserError, match=match):
         register_schedule("plain")(type("Plain", (), {"build": lambda self, length: None}))
+
+
+def test_one_cycle_may_rise_to_the_end() -> None:
+    config = {"name": "one_cycle", "first": 0.1, "start": 1.0, "end": 0.0, "rise": "100%"}
+    schedule = build_schedule(config, LENGTH)
+    assert [schedule(where) for where in (0.0, 0.5, 1.0)] == pytest.approx([0.1, 0.55, 1.0])

@@ -291,7 +291,9 @@ class OneCycle(ScheduleConfig):
         first = start / 25 if self.first is None else self.first
         rise, fall = (schedulers.CosineParamScheduler(*p) for p in ((first, start), (start, end)))
         share = min(span.fraction(self.rise), 1.0)
-        return join([rise, fall], [share, 1.0 - share]) if 0.0 < share < 1.0 else fall
+        if not 0.0 < share < 1.0:
+            return rise if share else fall
+        return join([rise, fall], [share, 1.0 - share])
 
 
 @register_schedule("wsd")

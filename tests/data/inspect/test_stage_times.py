@@ -190,7 +190,6 @@ def test_the_costliest_transform_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     config = config_for(tmp_path, "import=[sleepy_transform]", views)
     shares = transform_shares(config, [np.zeros((40, 50, 3), dtype=np.uint8)] * 8)
     assert next(iter(shares)) == "sleepy"
-    assert shares["sleepy"] > 0.8
     assert sorted(shares) == ["horizontal_flip", "random_resized_crop", "sleepy"]
     assert sum(shares.values()) == pytest.approx(1)
 
