@@ -109,7 +109,14 @@ class Method(nn.Module, Hook):
         """Check a backbone before a run starts; raise UserError if the method cannot train it."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """Build the head, which is trained on top of the backbone and discarded after training."""
+        """Return the head, by default the identity.
+
+        It is trained on top of the backbone and discarded after training. The default network
+        applies it to pooled features (N, E).
+
+        Args:
+            embed_dim: Number of features of the backbone, E.
+        """
         return nn.Identity()
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
@@ -123,6 +130,9 @@ class Method(nn.Module, Hook):
             backbone: Images (B, C, H, W) -> features (B, E); becomes the attribute ``backbone`` of
                 the network.
             task: The task, with its config, data and length.
+
+        Raises:
+            UserError: If the backbone does not fit the method, or ``build_head`` returns no module.
         """
         width = embed_dim(backbone)
         head = self.build_head(width)
@@ -142,7 +152,7 @@ class Method(nn.Module, Hook):
     def setup(self, task: Task) -> None:
         """Build parts that depend on network or data, before a checkpoint is loaded.
 
-        Examples are a teacher and a memory.
+        Examples are a teacher and a memory. The base class sets ``batch_size``.
         """
         self.batch_size = task.length.batch_size  # of all ranks
 
@@ -245,10 +255,11 @@ class Method(nn.Module, Hook):
     def meter_input(
         self, output: Any, batch: Batch, head: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class scores (N, C) and classes (N,) for meters: ``logits`` and the labels.
+        """Return class scores (N, C) and classes for meters: ``logits`` and ``batch.labels``.
 
-        Override it in a method that makes its own classes, such as the rotation of each image. Its
-        runs then have meters without ``outputs_logits``. N need not be the number of images.
+        Classes are (N,), or (N, C) if images have several labels. Override it in a method that
+        makes its own classes, such as the rotation of each image. Its runs then have meters without
+        ``outputs_logits``. N need not be the number of images.
 
         Args:
             output: Output of the network.

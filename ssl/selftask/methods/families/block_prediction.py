@@ -124,10 +124,13 @@ class BlockPrediction(Method):
         )
 
     def draw_blocks(self, seed: int, key: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """Draw the patches of each context (B, K) and of its targets (B, M, Q).
+        """Draw the patches of each context and of its targets.
+
+        Replaces ``self.masks`` if it is for another grid.
 
         Returns:
-            Context, targets, padding of the context, padding of the targets; see ``Kept``.
+            Indices of the context (B, K) and of the targets (B, M, Q), then the padding of each, in
+            the same shapes; see ``Kept``.
         """
         if grid != self.masks.grid:  # view size differs from that of the backbone
             self.masks = self.build_masks(grid)
@@ -184,8 +187,8 @@ def initialize(module: nn.Module, *, std: float | None) -> None:
         module: Module to initialize in place.
         std: Standard deviation of all weights, as in the published code. (That code divides the
             residual weights of block l by sqrt(2 l), and then draws all linear layers again.)
-            None, for narrow networks: 1 / sqrt(3 n) for n inputs, at least 0.02, with that
-            division.
+            None, for narrow networks: 1 / sqrt(3 n) for n inputs, at least 0.02; then the residual
+            weights of block l of ``module.blocks`` are divided by sqrt(2 l).
     """
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):

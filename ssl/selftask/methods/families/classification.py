@@ -108,7 +108,10 @@ class Classification(Method):
         return [GroupRule(match="network.backbone", freeze=True)] * self.config.freeze_backbone
 
     def on_start(self, task: Task) -> None:
-        """Raise UserError if a meter does not fit scores or labels, before the first test phase."""
+        """Raise UserError if an ``Accuracy`` meter does not fit scores or labels.
+
+        Runs without test phases and other meters are not checked.
+        """
         for meter in task.meters if task.has_test_phases else ():
             if isinstance(meter, Accuracy):
                 meter.validate((1, self.num_classes), self.label_shape)

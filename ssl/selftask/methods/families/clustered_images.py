@@ -53,8 +53,8 @@ class ClusteredImages(Method):
     def fill_memory(self, task: Task) -> None:
         """Fill the memory in one pass over the data with the initial weights.
 
-        The network is in eval mode, so that the last batch may have one image. Rows of images that
-        cannot be read are 0.
+        The network is in eval mode, so that the last batch may have one image, and afterwards in
+        train mode. Rows of images that cannot be read are 0. Every rank must call this method.
         """
         log.info("filling the memory, one pass over %d images", len(self.memory))
         task.base_model.eval()
@@ -68,7 +68,10 @@ class ClusteredImages(Method):
         task.base_model.train()
 
     def on_forward(self, task: Task) -> None:
-        """Collect the features of the batch for the memory, which is updated in ``on_update``."""
+        """In training, append indices (B,) and outputs (B, V, D) of the batch to ``pending``.
+
+        ``on_update`` of a subclass updates the memory with them.
+        """
         if task.train:
             batch = task.last_batch
             remembered = batch.output[: self.num_remembered].detach()  # (V, B, D)

@@ -25,10 +25,10 @@ class ConsistencyConfig:
     def with_consistency(
         self, contrast: Tensor, first: Tensor, second: Tensor
     ) -> dict[str, Tensor]:
-        """Return both terms of the loss.
+        """Return the loss of the method and the weighted term of CO2, by name.
 
         Args:
-            contrast: Loss of the method, ().
+            contrast: Loss of the method, a scalar.
             first: Cosines of one view of each image with its negatives, (N, K).
             second: Cosines of the other view with the same negatives. Gradients flow to both.
         """

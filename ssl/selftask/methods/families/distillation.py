@@ -105,7 +105,7 @@ class QueueDistillation(Distillation):
         self.queue = FeatureQueue(self.config.queue_size, self.out_dim)
 
     def on_forward(self, task: Task) -> None:
-        """Compute the teacher's unit vectors ``batch["targets"]`` (B, D)."""
+        """Compute the teacher's unit vectors ``batch["targets"]`` (B, D); collect ``rows``."""
         super().on_forward(task)
         batch = task.last_batch
         batch["targets"] = F.normalize(batch["targets"][0], dim=1)

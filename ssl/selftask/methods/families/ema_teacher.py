@@ -59,10 +59,10 @@ class EMATeacher(Method):
 
 
 class ProjectorTeacher(EMATeacher):
-    """Method whose head is a ``ProjectorPredictor``, and whose teacher has no predictor.
+    """Method whose head has a ``projector`` and predictors, and whose teacher has no predictor.
 
-    The teacher returns projections (V, B, D). The network returns both projections and predictions,
-    stacked as (V, B, 2, D).
+    The teacher returns projections (V, B, D). With a ``ProjectorPredictor`` as head, the network
+    returns projections and predictions, stacked as (V, B, 2, D).
     """
 
     per_view = True

@@ -242,7 +242,13 @@ class KeptPatches(MaskedPatches):
                 )
 
     def build_kept(self, backbone: nn.Module, task: Task, num_out: int) -> KeptNetwork:
-        """Return encoder and decoder, initialized as in MAE; ``num_out`` outputs per patch."""
+        """Return encoder and decoder, the latter with ``num_out`` outputs per patch.
+
+        They are initialized as in MAE, except for an encoder that ``init`` loads.
+
+        Raises:
+            UserError: If ``mask_ratio`` keeps none or all of the patches.
+        """
         self.num_kept(adapter_of(backbone).built_grid)
         return build_kept_network(backbone, task, num_out=num_out, **self.config.decoder_sizes)
 
@@ -311,7 +317,10 @@ def initialize_network(
 ) -> None:
     """Initialize a head and, unless the config's ``init`` loads its weights, a backbone.
 
-    The backbone then also gets fixed sine-cosine positions.
+    A backbone that is initialized also gets fixed positions, see ``fix_sincos_positions``.
+
+    Raises:
+        UserError: If such a backbone has no positions.
     """
     initialize(head)
     if task.config.init.backbone is None:

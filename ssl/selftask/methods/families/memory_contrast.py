@@ -83,7 +83,7 @@ class MemoryContrast(Method):
             self.pending.append((batch.index, self.entries_of(features)))
 
     def entries_of(self, features: Tensor) -> Tensor:
-        """Return the images' new entries; by default their features."""
+        """Return the images' new entries, of the same shape; by default the features themselves."""
         return features
 
     def contrast(self, batch: Batch, *features: Tensor) -> list[Tensor]:

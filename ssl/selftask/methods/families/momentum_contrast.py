@@ -48,7 +48,8 @@ class MomentumKeys(Method):
     def shuffled_teacher(self, views: list[Tensor]) -> Any:
         """Exchange views between ranks by ``shuffle_bn``, and return the teacher's output for them.
 
-        Apply ``unshuffle_bn`` to an output (B, ...) to get the rows of this rank's own images.
+        Apply ``unshuffle_bn`` to an output (B, ...) to get the rows of this rank's own images. With
+        several ranks, ``embedding`` of the teacher's network becomes None.
         """
         exchanged = [shuffle_bn(view) for view in views]
         with LAYER_DRAWS.exchanged(shuffle_bn):
@@ -68,8 +69,8 @@ class MomentumKeys(Method):
 class MomentumContrast(MomentumKeys):
     """Method whose negatives are queues of older keys.
 
-    ``on_forward`` appends the keys of a batch to ``pending``, a tuple with one tensor for each of
-    ``queues()``. They are enqueued after the step.
+    ``on_forward`` of a subclass appends the keys of a batch to ``pending``, a tuple with one tensor
+    for each of ``queues()``. They are enqueued after the step.
     """
 
     # negatives come from the queue

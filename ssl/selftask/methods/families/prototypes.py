@@ -41,7 +41,10 @@ def target_entropy(targets: Tensor) -> Tensor:
 
 
 def log_target_entropy(targets: Tensor, task: Task) -> None:
-    """Log ``target_entropy`` over all ranks, for losses of which it is not a separate term."""
+    """Log the mean of ``target_entropy`` over ranks, if the step is logged.
+
+    Use it for losses of which it is not a separate term. Every rank must call this function.
+    """
     if task.should_log:
         task.log("target_entropy", all_reduce_mean(target_entropy(targets)))
 
