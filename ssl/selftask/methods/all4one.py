@@ -223,7 +223,7 @@ def feature_loss(prediction: Tensor, target: Tensor) -> Tensor:
 
     Args:
         prediction: Two views, (2, B, D).
-        target: The teacher's other view, (2, B, D).
+        target: The teacher's outputs for the other views, (2, B, D).
     """
     products = sum_with_grad(target.mT @ prediction)  # (2, D, D)
     cosines = products * _scales(target)[:, :, None] * _scales(prediction)[:, None]

@@ -81,7 +81,8 @@ class BEiT(BlockMaskedPatches):
         """Open the tokenizer, and build the network with a score for each token.
 
         Raises:
-            UserError: If the tokenizer does not exist, or gives no tokens.
+            UserError: If the tokenizer does not exist or gives no tokens, or if the backbone does
+                not fit the masks or the branch.
         """
         self.check_backbone(backbone)
         self.check_grid(adapter_of(backbone).built_grid)

@@ -54,7 +54,7 @@ class BYOL(ProjectorTeacher, NeighborTargets):
         """Width of the hidden layers of projector and predictor."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """Build projector and predictor. Their outputs are not normalized, unlike SimCLR's."""
+        """Build projector and predictor, without BatchNorm after the last layer of either."""
         dim, hidden_dim = self.config.out_dim, self.config.hidden_dim
         return ProjectorPredictor(
             mlp(embed_dim, hidden_dim, dim, last_bias=False),

@@ -93,6 +93,10 @@ class CAE(KeptPatches):
         """Open the tokenizer, and build the network with MAE's initialization.
 
         A backbone that ``init`` loads keeps its weights.
+
+        Raises:
+            UserError: If the tokenizer does not exist or gives no tokens, or if ``mask_ratio``
+                keeps none or all of the patches.
         """
         grid = adapter_of(backbone).built_grid
         self.num_kept(grid)

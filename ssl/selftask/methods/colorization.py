@@ -29,7 +29,7 @@ from selftask.models.network import MapNetwork, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
 
-STRIDE = 4  # pixels of an image between predicted colors
+STRIDE = 4  # pixels of an image between predicted colors, at most
 NUM_NEAREST = 5  # bins of a target, K
 SIGMA = 5.0  # of Gaussian kernels, in units of a and b
 TEMPERATURE = 0.38  # of the annealed mean, eq. 5
@@ -94,7 +94,12 @@ class Colorization(ViewPixels):
         require_stride(backbone, "colors")
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Return the backbone, and a decoder from its map to scores of bins."""
+        """Return the backbone, and a decoder from its map to scores of bins.
+
+        Raises:
+            UserError: If the views are not in Lab or not normalized, or if the stride of the
+                backbone's map is not known.
+        """
         self.check_backbone(backbone)
         groups = task.config.views.values()
         if not all(any(part.name == "lab" for part in group.transforms) for group in groups):
@@ -114,7 +119,10 @@ class Colorization(ViewPixels):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["target"]``, ``SoftColors`` of colors averaged over ``STRIDE`` pixels."""
+        """Compute ``batch["target"]``, ``SoftColors`` of the mean color at each position.
+
+        In training, also count the nearest bins of these colors, for ``on_update``.
+        """
         batch = task.last_batch
         (images,) = batch.all_views
         lab = to_float32(images) * self.std + self.mean
@@ -229,7 +237,7 @@ def color_loss(scores: Tensor, target: SoftColors, weights: Tensor) -> Tensor:
 
 
 def to_rgb(lab: Tensor) -> Tensor:
-    """Convert Lab images (B, 3, H, W), scaled as by the transform ``lab``, to RGB on the CPU."""
+    """Convert Lab images (B, 3, H, W), scaled as by ``lab``, to RGB in [0, 1] on the CPU."""
     pixels = lab.mul(255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
     rgb = np.stack([cv2.cvtColor(image, cv2.COLOR_LAB2RGB) for image in pixels])
     return torch.from_numpy(rgb).permute(0, 3, 1, 2) / 255

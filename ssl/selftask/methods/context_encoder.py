@@ -96,7 +96,8 @@ class ContextEncoder(Method):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Return the backbone, and a decoder from its map to the pixels of the center.
 
-        Raises UserError if ``center_size`` is not a multiple of the backbone's stride.
+        Raises UserError if ``center_size`` is not a multiple of the backbone's stride, or the
+        stride not a power of 2.
         """
         self.check_backbone(backbone)
         size, stride = self.config.center_size, adapter_of(backbone).stride

@@ -51,7 +51,10 @@ class CrossMAE(MAE):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the network, initialized as in MAE, with fixed positions.
 
-        A loaded backbone keeps its own.
+        A loaded backbone keeps its weights and positions.
+
+        Raises:
+            UserError: If ``mask_ratio`` or ``predicted_ratio`` does not fit the number of patches.
         """
         adapter = adapter_of(backbone)
         self.num_predicted(adapter.built_grid)

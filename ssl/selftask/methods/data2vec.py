@@ -82,9 +82,9 @@ class Data2Vec(BlockMasks, EMATeacher):
         return BlockMask(grid, min_patches=least, max_patches=size, max_tries=min(size, 64))
 
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["targets"]`` (B, N, E), the mean of the teacher's top layers.
+        """Compute ``batch["targets"]`` (B, N, E), the mean of the teacher's normalized top layers.
 
-        The teacher gets the whole images.
+        The teacher gets the whole images. With ``norm_target`` the mean is normalized, too.
         """
         batch = task.last_batch
         top_blocks = tuple(range(-self.config.top_blocks, 0))

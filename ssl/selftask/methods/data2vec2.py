@@ -149,7 +149,8 @@ class Data2Vec2(MaskedPatches, EMATeacher):
         """Build the network, with fixed positions unless the backbone was loaded.
 
         Raises:
-            UserError: If ``decoder_groups`` does not divide the width of the backbone.
+            UserError: If all patches or none are hidden, if ``decoder_groups`` does not divide the
+                width of the backbone, or if a backbone that was not loaded has no positions.
         """
         config, width = self.config, embed_dim(backbone)
         self.check_grid(adapter_of(backbone).built_grid)

@@ -45,7 +45,7 @@ class Keys(NamedTuple):
     cells: Tensor
     """(B, S, D), of unit length."""
     features: Tensor
-    """(B, S, E), of the backbone, to find corresponding locations."""
+    """(B, S, E), of the backbone and of unit length, to find corresponding locations."""
 
 
 @register_method("densecl")
@@ -137,7 +137,11 @@ class DenseNetwork(Network):
         self.dense_head = dense_head
 
     def forward(self, views: list[Tensor]) -> PatchOutput:  # type: ignore[override]
-        """Return ``Predictions`` and features of one view, [(B, C, H, W)]."""
+        """Return ``Predictions`` and features.
+
+        Args:
+            views: A list of one view, (B, C, H, W).
+        """
         features = self.extract(views)
         predicted = Predictions(self.head(features.pooled), self.dense_head(features.patches))
         return PatchOutput(predicted, features)
@@ -166,9 +170,9 @@ def dense_info_nce(
     """Return ``info_nce`` of each location of the query with its match in the key (eq. 2).
 
     Args:
-        query: (B, S, D).
-        key: (B, S, D).
-        queue: (K, D), one mean vector for each older image.
+        query: (B, S, D), not necessarily normalized.
+        key: (B, S, D), unit vectors.
+        queue: (K, D), unit vectors: the mean cell of each older image, normalized.
         match: (B, S) locations of the key.
         temperature: tau.
     """

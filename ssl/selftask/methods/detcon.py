@@ -233,7 +233,7 @@ def region_contrast(
 
     Args:
         prediction: Regions of the view, (B, M, D), not necessarily normalized.
-        targets: Targets of the regions of the same view, and of the other one.
+        targets: Targets of the regions of the same view, and of the other one, (B, M, D) each.
         ids: Segment numbers (B, M) of the same view, and of the other one.
         temperature: tau.
         local_negatives: Whether regions of the same image are negatives.

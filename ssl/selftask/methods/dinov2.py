@@ -44,7 +44,7 @@ class Masks(NamedTuple):
     mask: Tensor
     """(2 * B, N) bool, all first views, then all second views."""
     indices: Tensor
-    """(M,) int64, of the masked patches among all 2 * B * N."""
+    """(M,) int64, of the masked patches among all 2 * B * N; of all patches for iBOT's teacher."""
     weights: Tensor
     """(M,) float32, 1 / number of masked patches in the same view."""
 
@@ -69,7 +69,7 @@ class Predictions(NamedTuple):
     images: Tensor
     """(V, B, K), of pooled features."""
     patches: Tensor
-    """(M, K), of masked patches."""
+    """(M, K), of the patches at ``Masks.indices``."""
 
 
 @register_method("dinov2")
@@ -255,7 +255,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         return batch.input.whole()
 
     def masked_scores(self, scores: Tensor, masks: Masks) -> Tensor:
-        """Select the scores (M, K) of masked patches from the teacher's scores; by default all."""
+        """Return the masked patches' scores (M, K), given the teacher's; by default the same."""
         return scores
 
     def teacher_temperatures(self, where: float) -> tuple[float, float]:
@@ -281,7 +281,8 @@ class DINOv2(PrototypeHeads, EMATeacher):
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the weighted terms of section 4; the DINO terms sum to a mean over pairs of views.
 
-        ``output.features`` are those of the global views: pooled (2 * B, E), patches (2 * B, N, E).
+        ``output.prediction`` is a ``Predictions``. ``output.features`` are those of the global
+        views: pooled (2 * B, E), patches (2 * B, N, E).
         """
         config, masks, predicted = self.config, batch["masks"], output.prediction
         log_probs = self.log_probs(predicted.images)  # (V, B, K)
@@ -305,7 +306,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Update the teacher, and the centers with the mean scores of all ranks."""
+        """Update the teacher and, for ``centering``, the centers with all ranks' mean scores."""
         super().on_update(task)
         if pending := self.take_pending():
             sums = all_reduce_sum(torch.stack(pending).sum(dim=0))  # (2, K + 1)

@@ -112,8 +112,8 @@ class DistillPrototypes(Distillation):
         """Build the student; with ``patch_weight``, teacher and student have two heads.
 
         Raises:
-            UserError: With ``patch_weight``, if the teacher has no head for patches, or another
-                grid of patches.
+            UserError: As ``open_teacher``; with ``patch_weight``, also if the teacher has no head
+                for patches, or another grid of patches.
         """
         if not self.config.patch_weight:
             return super().build_network(backbone, task)

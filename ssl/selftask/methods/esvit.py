@@ -123,9 +123,10 @@ class EsViT(DINO):
 
 
 class RegionNetwork(Network):
-    """Backbone, and heads for views and regions: views -> ``Predictions``.
+    """Backbone, and heads for views and regions; ``prediction`` of its output is ``Predictions``.
 
-    Consecutive views of one size share a pass of the backbone.
+    Consecutive views of one size share a pass of the backbone. ``features`` of the output is a
+    list, with an item per pass.
     """
 
     def __init__(self, backbone: nn.Module, head: nn.Module, region_head: nn.Module) -> None:

@@ -92,9 +92,9 @@ def frossl_terms(output: Tensor) -> tuple[Tensor, Tensor]:
         output: (V, B, D).
 
     Returns:
-        V * D times the mean squared distance of a view from the mean of the views, summed over the
-        views, and the sum of 2 ln |K| over views, with K the matrix of products divided by its
-        trace.
+        V * D times the squared distance of the views from their mean, averaged over images and
+        features and summed over views; and the sum over views of 2 ln |K|, with K the matrix of
+        products divided by its trace.
     """
     num_views, rows, dim = output.shape
     lengths = sum_with_grad(output.square().sum(dim=1, keepdim=True)).sqrt()
@@ -111,7 +111,7 @@ def vne_terms(output: Tensor) -> tuple[Tensor, Tensor]:
     """Return minus the mean cosine of pairs of views, and minus the von Neumann entropy.
 
     The latter is the entropy of the eigenvalues, which sum to 1, of the (D, D) second-moment matrix
-    of unit vectors, averaged over views.
+    of the unit vectors of all ranks, averaged over views.
 
     Args:
         output: (V, B, D).

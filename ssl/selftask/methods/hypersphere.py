@@ -67,7 +67,12 @@ class Hypersphere(BatchContrast):
 
 @in_full_precision
 def alignment(output: Tensor, *, power: float) -> Tensor:
-    """Return the mean of |x - y|^power over this rank's images for ``output`` (2, B, D)."""
+    """Return the mean of |x - y|^power over this rank's images, for unit vectors x and y.
+
+    Args:
+        output: (2, B, D), not necessarily normalized.
+        power: alpha.
+    """
     first, second = F.normalize(output, dim=2)
     return (first - second).square().sum(dim=1).clamp(min=1e-24).pow(power / 2).mean()
 

@@ -106,7 +106,10 @@ class IBOT(DINOv2):
         return batch["teacher"] if self.config.attention_masks else super().teacher_output(batch)
 
     def mask_sampler(self, grid: tuple[int, int]) -> MaskSampler:
-        """Return the sampler of masks; blocks have at least (min(grid) // 3) ** 2 patches."""
+        """Return the sampler of masks: by attention, or of blocks.
+
+        A block has at least (min(grid) // 3) ** 2 patches, and at least one.
+        """
         if self.config.attention_masks:
             return AttentionMask(grid, hints=self.config.attention_masks == "hint")
         least = max(1, (min(grid) // 3) ** 2)

@@ -78,7 +78,7 @@ class IGPT(ViewPixels):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["colors"]`` (B, N), the colors of the patches."""
+        """Compute ``batch["colors"]`` (B, N), the palette indices of the patches' mean colors."""
         batch = task.last_batch
         images = to_float32(batch.all_views[0]) * self.std + self.mean
         pixels = F.adaptive_avg_pool2d(images, batch.output.features.tokens.grid)

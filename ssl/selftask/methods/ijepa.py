@@ -60,9 +60,9 @@ class IJEPA(BlockPrediction, MaskedPatches, EMATeacher):
         """Momentum of the teacher."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the network with the published initial weights and fixed positions.
+        """Build the network with fixed positions and initial weights, see ``init_std``.
 
-        A loaded backbone keeps its own.
+        A loaded backbone keeps its weights and positions.
         """
         options = self.network_options(backbone)
         return build_kept_network(backbone, task, num_out=embed_dim(backbone), **options)

@@ -71,7 +71,7 @@ class MAE(KeptPatches, ViewPixels):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the network with the paper's initial weights and fixed positions.
 
-        A loaded backbone keeps its own.
+        A loaded backbone keeps its weights and positions.
         """
         if self.config.low_pass:
             self.read_moments(task)
@@ -108,7 +108,7 @@ class MAE(KeptPatches, ViewPixels):
         return terms
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the image, the kept patches, and the prediction of the others.
+        """Return the image, its kept patches, and these with the predicted others.
 
         Predictions of standardized patches get the mean and deviation of the true patch, as in the
         figures of the paper.
@@ -143,9 +143,9 @@ class MAE(KeptPatches, ViewPixels):
 
 @in_full_precision
 def mean_squared_cosine(features: Tensor) -> Tensor:
-    """Return the mean squared cosine over all pairs of rows of all ranks, i = j included.
+    """Return the mean squared cosine of this rank's rows with the rows of all ranks.
 
-    This is U-MAE's term (arXiv:2210.08344).
+    This is U-MAE's term (arXiv:2210.08344). Pairs of a row with itself are included.
 
     Args:
         features: (B, E).

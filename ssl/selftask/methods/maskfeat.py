@@ -90,7 +90,7 @@ def oriented_gradients(images: Tensor, cell_size: int, num_bins: int) -> Tensor:
     """Return a histogram of gradients for each cell and channel, of Euclidean norm 1.
 
     Gradients are Sobel's, weighted by their length. Opposite directions are in the same bin, and
-    there is no interpolation between bins.
+    there is no interpolation between bins. The histogram of a cell without gradients is 0.
 
     Args:
         images: (B, C, height, width).

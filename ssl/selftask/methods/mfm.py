@@ -68,7 +68,10 @@ class MFM(ViewPixels):
         return MapNetwork(backbone, pixel_decoder(embed_dim(backbone), channels, stride))
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Remove the low or the high frequencies of each image.
+        """Set the input to images without their low or high frequencies.
+
+        Sets ``batch["removed"]`` (B, H, W) bool, True for removed frequencies, in the order of
+        ``torch.fft``.
 
         Raises:
             UserError: If the images have no high frequencies.
@@ -114,8 +117,9 @@ def remove(pixels: Tensor, removed: Tensor) -> Tensor:
 def frequency_distance(predicted: Tensor, images: Tensor, removed: Tensor) -> Tensor:
     """Return the mean distance in the complex plane of the removed frequencies of two images.
 
-    It is a mean over channels and over the removed frequencies of the images of all ranks, so the
-    weight of an image is its number of removed frequencies. The FFT is orthonormal.
+    Averaged over ranks, it is a mean over channels and over the removed frequencies of the images
+    of all ranks, so the weight of an image is its number of removed frequencies. The FFT is
+    orthonormal.
 
     Args:
         predicted: (B, C, H, W).

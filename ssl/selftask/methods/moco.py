@@ -113,7 +113,10 @@ class MoCo(MomentumContrast, EMATeacher):
         return self.config.mixed(queries, self.queue.rows.transpose(0, 1), torch.stack(draws))
 
     def forward(self, output: Tensor, batch: Batch) -> Loss:
-        """Return the loss of eq. 1 for ``output`` (V, B, D), averaged over queries."""
+        """Return the loss of eq. 1 for ``output`` (V, B, D), averaged over queries.
+
+        With ``consistency_weight`` CO2's term is added, and both are returned by name.
+        """
         keys, queue = batch["keys"], self.queue.rows.transpose(0, 1)  # (V, B, D), (V, K, D)
         loss = info_nce(output, keys, queue, batch["mixed"], temperature=self.config.temperature)
         if not self.config.consistency_weight:

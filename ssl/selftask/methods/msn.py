@@ -175,8 +175,9 @@ class MSN(PrototypeLayer, EMATeacher):
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the terms of eq. 2 for ``output.prediction`` (V, B, D).
 
-        ``me_max`` is the KL divergence of the mean prediction over the views of all ranks from the
-        prior. For a uniform prior it is log K minus the entropy, which MSN maximizes.
+        ``me_max`` is the weighted KL divergence of the mean prediction over the views of all ranks
+        from the prior; there is no such term if its weight is 0. For a uniform prior the divergence
+        is log K minus the entropy, which MSN maximizes.
         """
         weight = self.config.me_max_weight
         log_probs = self.log_probs(output.prediction, self.config.temperature)  # (V, B, K)
@@ -218,7 +219,8 @@ class MSN(PrototypeLayer, EMATeacher):
 class MSNNetwork(Network):
     """Backbone and head: views -> ``prediction`` (V, B, D) and features of the masked views.
 
-    BatchNorm in the head uses the statistics of all views of one size, as in the published code.
+    BatchNorm in the head has separate statistics for masked and focal views, as in the published
+    code.
     """
 
     def forward(self, inputs: Inputs) -> PatchOutput:  # type: ignore[override]

@@ -49,7 +49,7 @@ class Multilabel(Classification):
         self.label_shape = (1, self.num_classes)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Set ``batch.labels`` (B, C)."""
+        """Set the input, and ``batch.labels`` (B, C) of 1, 0 and -1."""
         super().prepare_batch(batch, task)
         batch.labels = torch.stack([batch.extras[name] for name in self.config.targets], dim=1)
 
@@ -64,6 +64,8 @@ class Multilabel(Classification):
 
 def known_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
     """Return the binary cross-entropy: a mean over known labels of an image, then over images.
+
+    An image without known labels counts as 0.
 
     Args:
         scores: (B, C).

@@ -65,7 +65,7 @@ class NNCLR(NeighborTargets):
         )
 
     def on_forward(self, task: Task) -> None:
-        """Set ``batch["neighbors"]``, (2, B, D)."""
+        """Set ``batch["neighbors"]`` (2, B, D), the projections' nearest entries of the queue."""
         batch = task.last_batch
         batch["neighbors"] = self.nearest(batch.output[:, :, 0], task)
 

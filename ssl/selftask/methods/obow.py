@@ -164,6 +164,8 @@ def inner_cells(features: Tensor) -> Tensor:
 def local_average(cells: Tensor, position: Tensor) -> Tensor:
     """Return the mean of 3 x 3 neighboring cells of each image, (B, C).
 
+    If a side of the map is shorter than 3 cells, the neighborhood spans it.
+
     Args:
         cells: (B, C, h, w).
         position: Relative position of the neighborhood among all of them, in [0, 1): (B,).

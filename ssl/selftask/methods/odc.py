@@ -119,7 +119,7 @@ class ODC(ClusteredImages):
 
     @torch.no_grad()
     def make_clusters(self, draws: torch.Generator) -> None:
-        """Set labels and centroids by k-means of the memory."""
+        """Set labels, centroids and sizes of the clusters by k-means of the memory."""
         rows = self.memory.rows[:, 0]
         is_filled = rows.any(dim=1)
         _, self.labels[is_filled] = spherical_kmeans(
@@ -128,7 +128,7 @@ class ODC(ClusteredImages):
         self.renew_centroids()
 
     def renew_centroids(self) -> None:
-        """Set the centroids to the means of their images."""
+        """Set the centroids to the means of their images, and ``sizes`` to the images' number."""
         self.centroids.copy_(cluster_means(self.memory.rows[:, 0], self.labels, self.centroids))
         self.sizes.copy_(cluster_sizes(self.labels, len(self.sizes)))
 

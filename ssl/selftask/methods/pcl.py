@@ -164,6 +164,7 @@ class PCL(MomentumContrast, EMATeacher):
             self.pending.append((batch["keys"], batch.index))
 
     def enqueue(self, keys: Tensor, index: Tensor) -> None:  # type: ignore[override]
+        """Enqueue keys (B, D), and store them as entries ``index`` (B,) of the memory."""
         super().enqueue(keys)
         self.memory.update(index, keys)
 

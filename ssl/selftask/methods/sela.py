@@ -57,7 +57,7 @@ class SeLa(Method):
         num_labels: int = setting(3000, min=2, tiny=4)
         """Number of labels of a head, K."""
         num_heads: int = setting(10, min=1, tiny=2)
-        """Number of heads, H, each with its own labels. A renewal takes 4 H K bytes for each
+        """Number of heads, H, each with its own labels. A renewal takes 8 H K bytes for each
         image of a rank.
         """
         sharpness: float = setting(25.0, above=0)

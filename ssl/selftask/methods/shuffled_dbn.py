@@ -73,7 +73,10 @@ class ShuffledDBN(Method):
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, last_bias=False)
 
     def on_forward(self, task: Task) -> None:
-        """Draw ``batch["order"]``, the order (D,) of the features, the same on all ranks."""
+        """Set ``batch["order"]``, an order (D,) of the features, the same on all ranks.
+
+        It is drawn with ``shuffle``, else that of the output.
+        """
         batch, dim = task.last_batch, self.config.out_dim
         batch["order"] = torch.arange(dim, device=task.device)
         if self.config.shuffle:

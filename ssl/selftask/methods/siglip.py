@@ -87,8 +87,8 @@ def judge_pairs(images: Tensor, captions: Tensor, log_scale: Tensor, bias: Tenso
     (B, B) are recomputed in the backward pass, so that no (B, B * W) matrix is kept.
 
     Args:
-        images: (B, D).
-        captions: (B, D).
+        images: (B, D), not necessarily normalized.
+        captions: (B, D), not necessarily normalized; row b belongs to image b.
         log_scale: ln t, a scalar.
         bias: b, a scalar.
     """

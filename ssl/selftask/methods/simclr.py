@@ -61,7 +61,10 @@ class SimCLR(BatchContrast):
         """Factor of the whole loss; 2 in the paper's code, which sums both directions."""
 
     def forward(self, output: Tensor, batch: Batch) -> Loss:
-        """Return the loss of eq. 1 for ``output`` (V, B, D), averaged over pairs of views."""
+        """Return ``scale`` times eq. 1 for ``output`` (V, B, D), averaged over pairs of views.
+
+        With ``consistency_weight`` CO2's term is added, and both are returned by name.
+        """
         loss = self.config.scale * info_nce(*output, temperature=self.config.temperature)
         if not self.config.consistency_weight:
             return loss

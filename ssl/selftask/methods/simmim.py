@@ -73,7 +73,7 @@ class SimMIM(MaskedPatches):
         return masked_l1(to_float32(output.prediction), images, batch["mask"])
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the image, its visible pixels, and the prediction of the others."""
+        """Return the image, its visible pixels, and these with the predicted others."""
         shown, predicted = super().visualize(output, batch), to_float32(output.prediction)
         painted = shown["masked"] + hide_patches(predicted, ~batch["mask"].flatten(1))
         return {**shown, "reconstruction": painted}

@@ -69,7 +69,7 @@ class SimSiam(NeighborTargets):
         return [GroupRule(match="network.head.predictor", schedule="constant")]
 
     def on_forward(self, task: Task) -> None:
-        """Set ``batch["targets"]``, (V, B, D)."""
+        """Set ``batch["targets"]`` (V, B, D): projections, or with a queue their neighbors."""
         batch = task.last_batch
         batch["targets"] = self.nearest(batch.output[:, :, 0], task)
 

@@ -165,7 +165,8 @@ def moved_groups(groups: Tensor, projection: Tensor, *, momentum: float) -> Tens
 
     Args:
         groups: (K, D).
-        projection: Projections of this rank, (N, D). Each is a member of its nearest group.
+        projection: Projections of this rank, (N, D) unit vectors. Each is a member of its nearest
+            group.
         momentum: Share of the old groups, beta.
     """
     nearest = nearest_group(projection, groups)

@@ -86,7 +86,8 @@ class SparK(MaskedPatches):
     def build_decoder(self, backbone: nn.Module, channels: int) -> tuple[nn.Module, list[int]]:
         """Return the decoder, and the indices of the hidden layers whose maps it receives.
 
-        Raises UserError if the width of the decoder cannot be halved at each resolution.
+        Raises UserError if the width of the decoder cannot be halved at each resolution, or the
+        stride of the backbone is not a power of 2.
         """
         width, stride = self.config.decoder_dim, adapter_of(backbone).stride
         if stride & (stride - 1) or width % stride:
@@ -131,7 +132,7 @@ class SparK(MaskedPatches):
         return masked_l2(to_float32(output.prediction), target, hidden)
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the image, its visible patches, and the prediction of the others.
+        """Return the image, its visible patches, and these with the predicted others.
 
         Predictions of standardized patches get the mean and deviation of the true patch.
         """
@@ -167,7 +168,7 @@ class SparseNetwork(Network):
 
     Args:
         backbone: Backbone with ``"sparse"`` in its ``offers``.
-        decoder: Maps (B, E, ., .) and ``Shown`` -> images (B, C, H, W).
+        decoder: A list of maps (B, E, ., .), and the fields of ``Shown`` -> images (B, C, H, W).
         layers: Hidden layers whose maps the decoder receives.
     """
 
@@ -185,7 +186,7 @@ class SparseNetwork(Network):
 def standardize(images: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Standardize each patch by its mean and standard deviation, over pixels and channels.
 
-    The variance is unbiased (N - 1 in the denominator), and 1e-6 is added to it.
+    The variance is unbiased, and 1e-6 is added to it.
 
     Args:
         images: (B, C, H, W).

@@ -49,7 +49,12 @@ class Supervised(Classification):
         """Keyword arguments of the loss."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the classifier. Raise UserError for labels above its classes or an unknown loss."""
+        """Build the classifier.
+
+        Raises:
+            UserError: If the number of classes is unknown or too small for the labels, or if the
+                loss is unknown or its arguments do not fit.
+        """
         self.num_classes = self.config.num_classes or task.data_module.num_classes
         if not self.num_classes:
             raise UserError(
@@ -68,7 +73,10 @@ class Supervised(Classification):
 
     @property
     def chance_loss(self) -> float | None:
-        """Cross-entropy of equal scores: ln(classes)."""
+        """Cross-entropy of equal scores: ln(classes), times the sum of the heads' weights.
+
+        None with another ``loss``.
+        """
         is_entropy = self.config.loss == "CrossEntropyLoss"
         return self.total_weight * math.log(self.num_classes) if is_entropy else None
 

@@ -79,7 +79,7 @@ class TCN(Method):
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim)
 
     def setup(self, task: Task) -> None:
-        """Raise UserError if no frames of a clip are distant."""
+        """Raise UserError if no frames of a clip are distant, unless other clips' frames are."""
         length, radius = num_views(task.config.views)["clip"], self.config.negative_radius
         if length <= radius + 1 and not self.config.other_clips:
             raise UserError(
@@ -108,6 +108,8 @@ def triplet_loss(
     clips: Tensor, *, margin: float, radii: tuple[int, int], other_clips: bool
 ) -> Tensor:
     """Return the triplet loss with semi-hard negatives, averaged over pairs of close frames.
+
+    A pair is skipped if no frame is distant from its first one.
 
     Args:
         clips: (B, T, D) features of frames, not necessarily normalized.

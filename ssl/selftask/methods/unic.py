@@ -161,7 +161,7 @@ class UNIC(Method):
         return self.config.students
 
     def check_grid(self, student: nn.Module, backbone: nn.Module, key: str) -> None:
-        """Raise UserError if an additional student has other patches than the backbone."""
+        """Raise UserError if patches are needed, and the student's differ from the backbone's."""
         if "patches" not in self.kinds or "dense" not in offers(student):
             return
         theirs, ours = adapter_of(student).stride, adapter_of(backbone).stride

@@ -67,6 +67,7 @@ class VIbCReg(VICReg):
         return projector.append(IterNorm(self.config.out_dim, self.config.group_width))
 
     def spread(self, views: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the unweighted variance and correlation terms, both summed over views."""
         return variance_correlation(views)
 
 

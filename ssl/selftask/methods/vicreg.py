@@ -59,10 +59,7 @@ class VICReg(Projected):
         """Weight of the covariance term, nu."""
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of eq. 6 for ``output`` (2, B, D).
-
-        The variance term is a mean over views, as in the authors' code.
-        """
+        """Return the weighted terms of eq. 6 for ``output`` (2, B, D); see ``spread``."""
         config, views = self.config, to_float32(output)
         variance, covariance = self.spread(views)
         return {
@@ -72,6 +69,9 @@ class VICReg(Projected):
         }
 
     def spread(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the unweighted variance and covariance terms for views (2, B, D)."""
+        """Return the unweighted variance and covariance terms for views (2, B, D).
+
+        As in the authors' code, the former is a mean over views, and the latter a sum.
+        """
         variance, covariance = variance_covariance(views)
         return variance, 2 * covariance

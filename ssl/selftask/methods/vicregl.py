@@ -189,7 +189,11 @@ def pairs_of_views(num_views: int) -> list[tuple[int, int]]:
 
 
 def global_terms(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return invariance, variance and covariance terms of whole views, V tensors (B, D)."""
+    """Return invariance, variance and covariance terms of whole views.
+
+    Args:
+        views: V tensors (B, D).
+    """
     every = torch.stack(views)  # (V, B, D)
     shape = (NUM_LARGE, *every.shape)
     both = every[:NUM_LARGE, None].expand(shape), every.expand(shape)
