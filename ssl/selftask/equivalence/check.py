@@ -1,8 +1,9 @@
 """Check that W ranks with B / W samples each are equivalent to one rank with B samples.
 
 ``check`` trains the tiny version of a recipe on each requested number of ranks. It compares
-samples, inputs, losses, gradients and the final state with those of one rank. It then trains once
-more while the number of ranks changes from 2 to 1 and back between checkpoints.
+samples, inputs, losses, gradients and the final state with those of one rank. If 2 is one of the
+numbers and there are enough steps, it trains once more while the number of ranks changes from 2 to
+1 and back between checkpoints.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class Report:
     """Result of a check."""
 
     rows: list[Row]
-    replaced_norms: int
+    replaced_norms: int  # number of BatchNorm layers replaced by ``batch_norm_replaced``
     silent: bool  # the loss calls no collective, although the method declares that it does
     draws: list[str] = field(default_factory=list)  # global random generators that a step uses
-    not_reached: list[str] = field(default_factory=list)  # schedules etc. after these steps
+    not_reached: list[str] = field(default_factory=list)  # what the method does after these steps
 
     @property
     def ok(self) -> bool:
@@ -57,8 +58,8 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
         steps: Number of steps of each training.
 
     Returns:
-        A report with the largest difference of each quantity from that of one rank. A resume on
-        another number of ranks is included if ``ranks`` contains 2 and ``steps`` is at least 3.
+        A report with the difference of each quantity from that of one rank, see ``Row``. A resume
+        on another number of ranks is included if ``ranks`` contains 2 and ``steps`` is at least 3.
 
     Raises:
         UserError: If a rank failed with an error that the user must fix.
@@ -85,7 +86,7 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
 
 
 def _asked(records: Sequence[Record], steps: int, length: RunLength) -> list[str]:
-    """Describe comparisons of ``task.steps_done`` with steps that the check does not reach."""
+    """Describe comparisons of ``task.steps_done`` with steps after the check's, except the end."""
     asked = {line: step for record in records for line, step in record["asked"].items()}
     return [
         f"step {step}, which {line} compares with (--steps {step + 1})"

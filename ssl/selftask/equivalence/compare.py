@@ -21,7 +21,10 @@ Record = dict[str, Any]  # record of one rank, see ``RecordedTask.record``
 
 @dataclass(frozen=True)
 class Row:
-    """Largest difference between a quantity on several ranks and on one rank, and its location."""
+    """Difference between a quantity on several ranks and on one rank, and its location.
+
+    It is the largest one in the first step whose difference is above ``RTOL``, else in all steps.
+    """
 
     quantity: str
     ranks: str
@@ -139,14 +142,14 @@ def relative_difference(one: Any, many: Any, largest: float = 0.0) -> float:
     """Return the largest difference of two tensors, relative to their largest element.
 
     Args:
-        one: A tensor, None (compared as zeros), or any other value.
+        one: A tensor, None (compared as zeros), or any other value, such as a string.
         many: The value to compare with.
         largest: Largest element of all tensors of this kind. Tensors below ``SMALL * largest`` may
             be rounding errors, so their difference is relative to ``SMALL * largest``.
 
     Returns:
-        The relative difference; infinity if shapes, types or integers differ, or if an element is
-        not finite.
+        The relative difference; infinity if shapes, types, integers or values that are no tensors
+        differ, or if an element is not finite.
     """
     if one is None and many is None:
         return 0.0

@@ -14,10 +14,10 @@ from selftask.registry import HOOKS, METHODS, SCHEDULES, Registry
 
 
 def shorten_durations(config: Config) -> Config:
-    """Return the config with every duration of method, optimizer and hooks set to one step.
+    """Return the config with the durations of method, optimizer and hooks set to one step.
 
     From the second step on, warm-ups and freezing are over, and delayed terms of the loss are
-    active. Values from the command line are kept.
+    active. Durations of 0 and values from the command line are kept.
     """
     method, optimizer = config.method, config.optimizer
     shortened = _shorten_fields(vars(optimizer), OptimizerConfig, config, "optimizer")
@@ -65,7 +65,10 @@ def _shorten_named(
 def _shorten_fields(
     args: dict[str, Any], schema: type | None, config: Config, key: str
 ) -> dict[str, Any]:
-    """Return arguments with their durations, and those of their schedules, set to one step."""
+    """Return arguments with their durations, and those of their schedules, set to one step.
+
+    Durations of 0 and values from the command line are kept.
+    """
     shortened = dict(args)
     for field in fields(schema) if schema else ():
         value, inner = args.get(field.name), f"{key}.{field.name}"

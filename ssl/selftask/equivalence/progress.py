@@ -23,12 +23,15 @@ def _noting(compare: Callable[[int, Any], bool]) -> Any:
 
 
 class WatchedSteps(int):
-    """Number of finished steps, which records its comparisons with other numbers in ``asked``."""
+    """Number of finished steps, which records its comparisons with integers in ``asked``.
 
-    asked: dict[str, int]  # file:line -> the number that it was compared with
+    Only comparisons in the methods of this package and in other code are recorded.
+    """
+
+    asked: dict[str, int]  # file:line -> the largest number that it was compared with there
 
     def __new__(cls, value: int, asked: dict[str, int]) -> WatchedSteps:
-        """Return the number, which records its comparisons in ``asked``."""
+        """Return ``value`` as a number that records its comparisons in ``asked``."""
         made = super().__new__(cls, value)
         made.asked = asked
         return made

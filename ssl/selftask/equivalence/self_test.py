@@ -15,7 +15,10 @@ _TIMEOUT_S = 60.0
 
 
 def check_collectives() -> str:
-    """Test collectives between all GPUs, or between two CPU processes; return a summary.
+    """Test collectives between all GPUs if there are several, else between two CPU processes.
+
+    Returns:
+        A summary in one line, with the rate of an all_reduce.
 
     Raises:
         RunError: If a collective fails, hangs or gives a wrong result; the message names the ranks.
@@ -31,6 +34,8 @@ def check_collectives() -> str:
 
 def exchange(rank: int) -> float:
     """Check the results of collectives, and return the time of an all_reduce in seconds.
+
+    Every rank of the default process group must call this function.
 
     Raises:
         RunError: If a result is wrong.

@@ -1,8 +1,8 @@
 """Make any recipe tiny: a few synthetic images, a tiny network and a few steps.
 
-Used by ``selftask check`` and tests. Views, method, optimizer and all values from the command line
-are kept. Tiny values are declared by their owners: ``setting(..., tiny=...)`` in a method's
-``Config``, and a method ``tiny`` of a backbone.
+Used by ``selftask check`` and tests. The method, the views and the optimizer are those of the
+recipe, with smaller sizes. Tiny values are declared by their owners: ``setting(..., tiny=...)`` in
+a method's ``Config``, and a method ``tiny`` of a backbone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def make_tiny(config: Config, *, batch_size: int, steps: int) -> Config:
     """Return the config with everything expensive made small.
 
     Args:
-        config: Any config; values set on the command line are kept.
+        config: Any config. Of the values set on the command line, those of ``train.batch_size``,
+            backbone, method and optimizer are kept.
         batch_size: Images per batch, unless set on the command line.
         steps: Minimum number of steps of the training.
 
@@ -174,7 +175,7 @@ def _calm_optimizer(config: Config) -> OptimizerConfig:
 
 
 def _small_method(config: Config) -> Component:
-    """Return the method with the ``tiny`` values declared in its ``Config``."""
+    """Return the method with the ``tiny`` values of its ``Config``; keep command-line values."""
     schema = config_class(METHODS, config.method.name)
     batch = config.train.batch_size * config.train.accumulate
     args = dict(config.method.args)

@@ -1,7 +1,8 @@
 """A task that records everything that must not depend on the number of ranks.
 
 Training uses float64, so that any difference above rounding errors (1e-16) is a bug. BatchNorm
-depends on the batch of its rank and is replaced by a norm over single samples.
+depends on the batch of its rank and is replaced by a norm over single samples, unless it is
+synchronized.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class _CollectiveCounter(TorchDispatchMode):
 
 
 class _InDouble:
-    """DataModule whose batches are converted to float64."""
+    """DataModule whose batches have views in float64."""
 
     def __init__(self, feed: Any) -> None:
         self._feed = feed
