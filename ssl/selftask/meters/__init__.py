@@ -1,1 +1,1 @@
-"""Meters of test phases; each is registered under the name of its file."""
+"""Meters of test phases and of ``train_meters``; each is registered by the name of its file."""

@@ -60,7 +60,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
         """Restrict predictions to the classes of the test images, if ``only_test_classes`` is set.
 
         Args:
-            labels: Labels of the test images; -1 if unknown.
+            labels: Labels of the test images, a NumPy array (N,) of integers; -1 if unknown.
         """
         if self.only_test_classes:
             self.classes = torch.from_numpy(np.unique(labels[labels >= 0])).long()
@@ -88,7 +88,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
             target: Labels (B,); -1 for images without a label.
 
         Raises:
-            UserError: If the shapes do not match.
+            UserError: If the shapes do not match, or there are fewer classes than the largest k.
         """
         self.validate(model_output.shape, target.shape)
         if self.classes is not None:

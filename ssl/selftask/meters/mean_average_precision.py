@@ -25,7 +25,8 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
     """Mean over classes of the average precision, over the images of all ranks.
 
     Images may have one label or several. Classes without a positive image are ignored. All scores
-    are kept until the end of a test phase.
+    are kept until ``reset``. ``value`` includes all ranks up to the last ``sync_state``, and this
+    rank's images since then.
     """
 
     def __post_init__(self) -> None:

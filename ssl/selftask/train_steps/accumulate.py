@@ -20,6 +20,8 @@ def accumulate_train_step(task: Task) -> None:
 
     Each loss still sees one batch: accumulation does *not* enlarge the set of negatives of a
     contrastive method, nor the batch over which BatchNorm or Barlow Twins compute statistics.
+
+    In a test phase, a step reads one batch and stops after the loss.
     """
     if not task.train:
         _forward(task)

@@ -20,10 +20,10 @@ from selftask.task.update import record_loss, update_weights
 class Compiled:
     """Standard step with forward, loss and backward compiled together by torch.compile.
 
-    It uses ``train.compile_options``. If the method computes something between network and loss
-    (``on_forward``, such as a teacher's output), network and loss are separate graphs, and so is
-    the teacher. The optimizer is not compiled, since its fused kernel is as fast. It is meant for
-    accelerators; on a CPU it is not faster than ``standard``. With several ranks, all gradients
+    It uses ``train.compile_options``. If the method or a hook computes something between network
+    and loss (``on_forward``, such as a teacher's output), network and loss are separate graphs, and
+    so is the teacher. The optimizer is not compiled, since its fused kernel is as fast. It is meant
+    for accelerators; on a CPU it is not faster than ``standard``. With several ranks, all gradients
     become available at the end of the backward pass, so their reduction cannot overlap with it.
     Compiled code sums in a different order than eager code, so results equal those of ``standard``
     only up to rounding.

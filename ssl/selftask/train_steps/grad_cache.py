@@ -51,7 +51,7 @@ class GradCache:
         The first forward pass of each chunk has no graph. The second one has a graph and repeats
         the dropout draws of the first. BatchNorm normalizes each chunk by its own statistics and
         updates the running ones once per chunk. A teacher's forward pass, which has no graph, is
-        not divided.
+        not divided. A test phase stops after the loss.
         """
         batch = task.last_batch = next(task.batches)
         chunks = self._chunks(len(batch.index))

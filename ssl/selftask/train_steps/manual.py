@@ -9,7 +9,10 @@ from selftask.task import Task
 
 @register_train_step("manual")
 def manual_train_step(task: Task) -> None:
-    """Run forward, loss, backward, mean over ranks and optimizer step, in float32 only."""
+    """Run forward, loss, backward, mean over ranks and optimizer step, in float32 only.
+
+    A test phase stops after the loss.
+    """
     batch = task.last_batch = next(task.batches)
     batch.output = task.model(batch.input)
     task.run_hooks("on_forward")

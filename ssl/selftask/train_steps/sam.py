@@ -35,7 +35,8 @@ class SAM:
         """Update with the gradient at the weights moved by ``rho`` along the first gradient.
 
         Both gradients are means over ranks. Teachers, memories, BatchNorm statistics, logs and
-        hooks see the first forward pass only. Both passes have the same dropout draws.
+        hooks see the first forward pass only. Both passes have the same dropout draws. A test phase
+        stops after the loss.
         """
         batch = task.last_batch = next(task.batches)
         forward(task, batch)
