@@ -25,7 +25,7 @@ def _noting(compare: Callable[[int, Any], bool]) -> Any:
 class WatchedSteps(int):
     """Number of finished steps, which records its comparisons with integers in ``asked``.
 
-    Only comparisons in the methods of this package and in other code are recorded.
+    Comparisons in files of this package outside of ``methods`` are not recorded.
     """
 
     asked: dict[str, int]  # file:line -> the largest number that it was compared with there

@@ -150,7 +150,7 @@ def _given(config: Config, key: str) -> bool:
 
 
 def _small_backbone(config: Config) -> BackboneComponent:
-    """Return the backbone's tiny version, unless the command line sets the backbone."""
+    """Return the backbone's tiny version, if it has one that takes the command line's values."""
     typed = {k: v for k, v in config.backbone.args.items() if _given(config, f"backbone.{k}")}
     backbone = BACKBONES[config.backbone.name](**config.backbone.args)
     if _given(config, "backbone.name") or not hasattr(backbone, "tiny"):

@@ -222,7 +222,7 @@ def feature_loss(prediction: Tensor, target: Tensor) -> Tensor:
     diagonal. The cosines are over the batch of all ranks.
 
     Args:
-        prediction: Two views, (2, B, D).
+        prediction: Predictions for two views, (2, B, D).
         target: The teacher's outputs for the other views, (2, B, D).
     """
     products = sum_with_grad(target.mT @ prediction)  # (2, D, D)

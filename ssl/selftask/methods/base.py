@@ -44,7 +44,7 @@ class Method(nn.Module, Hook):
     verifies it:
 
     * ``"samples"``: the loss is a mean over samples that are independent of the rest of the batch.
-      Each rank computes its own, and the mean of their gradients is correct.
+      Each rank computes its own, and the mean of the ranks' gradients is correct.
     * ``"gathered"``: samples are compared with those of all ranks, gathered by
       ``collectives.gather_cat_with_grad``, or without gradient.
     * ``"statistics"``: the loss uses sums over the batch of all ranks (a mean, a correlation, the
@@ -152,7 +152,7 @@ class Method(nn.Module, Hook):
     def setup(self, task: Task) -> None:
         """Build parts that depend on network or data, before a checkpoint is loaded.
 
-        Examples are a teacher and a memory. The base class sets ``batch_size``.
+        Examples are a teacher and a memory. The base class sets ``batch_size``, that of all ranks.
         """
         self.batch_size = task.length.batch_size  # of all ranks
 
@@ -211,7 +211,11 @@ class Method(nn.Module, Hook):
         return None
 
     def drawn(self, batch: Batch, task: Task) -> Any:
-        """Return the result of ``draw`` for a batch, on its device."""
+        """Return the result of ``draw`` for a batch, on its device.
+
+        If the loader has not called ``draw``, as in test phases, it is called here. The result is
+        kept in ``batch.drawn``.
+        """
         if "method" not in batch.drawn:  # loaders draw in training only
             views = batch.all_views
             sizes = [(view.shape[2], view.shape[3]) for view in views]
@@ -275,7 +279,7 @@ class Method(nn.Module, Hook):
         return self.outputs_logits or type(self).meter_input is not Method.meter_input
 
     def for_meter(self, meter: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return ``meter_input`` for a meter, with scores detached from the graph."""
+        """Return ``meter_input`` of ``batch.output`` for a meter; scores are detached."""
         head = getattr(meter, "head", None)  # Classy's meters have none
         scores, classes = self.meter_input(batch.output, batch, head)
         return scores.detach(), classes

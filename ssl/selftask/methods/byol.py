@@ -76,8 +76,8 @@ def regression_loss(prediction: Tensor, projection: Tensor) -> Tensor:
     """Return 2 - 2 cos, the squared distance on the unit sphere: sum over views, mean over images.
 
     Args:
-        prediction: (2, B, D).
-        projection: (2, B, D).
+        prediction: (2, B, D), not necessarily normalized.
+        projection: The target of each prediction, (2, B, D), not necessarily normalized.
 
     Returns:
         A scalar from 0 (same directions) to 8 (opposite directions).

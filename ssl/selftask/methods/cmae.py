@@ -187,7 +187,7 @@ def of_pixels(output: PatchOutput) -> PatchOutput:
 def contrast_loss(prediction: Tensor, target: Tensor, *, temperature: float) -> Tensor:
     """Return InfoNCE times 2 tau, a scalar.
 
-    It is the cross-entropy of each prediction with its target, among the targets of all ranks.
+    InfoNCE is the cross-entropy of each prediction with its target, among those of all ranks.
 
     Args:
         prediction: (B, D), not necessarily normalized.

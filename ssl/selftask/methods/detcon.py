@@ -141,7 +141,8 @@ class DetCon(EMATeacher):
         """Return the loss of both directions, added.
 
         Args:
-            output: Projections and predictions (2, B, M, 2, D), or projections (2, B, M, D).
+            output: Projections and predictions (2, B, M, 2, D), or without a teacher only
+                projections (2, B, M, D).
             batch: The batch.
         """
         prediction = target = output

@@ -255,7 +255,10 @@ class DINOv2(PrototypeHeads, EMATeacher):
         return batch.input.whole()
 
     def masked_scores(self, scores: Tensor, masks: Masks) -> Tensor:
-        """Return the masked patches' scores (M, K), given the teacher's; by default the same."""
+        """Return the scores (M, K) of masked patches among the scores of the teacher's output.
+
+        By default the teacher scores masked patches only, and its scores are returned unchanged.
+        """
         return scores
 
     def teacher_temperatures(self, where: float) -> tuple[float, float]:

@@ -96,11 +96,12 @@ def mec_loss(
 ) -> Tensor:
     """Return minus the trace of log(I + C), scaled by 1 / (lambda * N), a mean over views.
 
-    Eq. 5 and 6, C = target @ prediction.T * lambda. Every rank computes the value for all images.
+    Eq. 5 and 6, C = target @ prediction.T * lambda for rows of unit length. Every rank computes the
+    value for all images.
 
     Args:
         prediction: (2, B, D), not necessarily normalized.
-        target: (2, B, D): the teacher's projections of the other views.
+        target: The teacher's projections of the other views, (2, B, D), not necessarily normalized.
         distortion: epsilon.
         expansion: Factor of 1 / lambda.
         order: Order of the Taylor series.

@@ -79,7 +79,10 @@ class MSF(ProjectorTeacher):
         batch.input = batch.all_views[1:]
 
     def on_forward(self, task: Task) -> None:
-        """Find ``batch["neighbors"]`` (B, N, D) of the teacher's outputs in queue and batch."""
+        """Find ``batch["neighbors"]`` (B, N, D) of the teacher's outputs in queue and batch.
+
+        The outputs are enqueued after the step.
+        """
         batch = task.last_batch
         (targets,) = self.teacher(batch.all_views[:1])
         targets = F.normalize(to_float32(targets), dim=1)  # (B, D)

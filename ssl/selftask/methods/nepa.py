@@ -54,7 +54,7 @@ class NEPA(Method):
 class NextPatchNetwork(Network):
     """Backbone whose patches attend to themselves and to earlier patches.
 
-    ``prediction`` of its output is a pair (B, N, E): predicted and actual embeddings of patches.
+    ``prediction`` of its output is a pair of tensors (B, N, E): predicted and actual embeddings.
     """
 
     def forward(self, views: Sequence[Tensor]) -> PatchOutput:  # type: ignore[override]

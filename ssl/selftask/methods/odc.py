@@ -128,7 +128,7 @@ class ODC(ClusteredImages):
         self.renew_centroids()
 
     def renew_centroids(self) -> None:
-        """Set the centroids to the means of their images, and ``sizes`` to the images' number."""
+        """Set the centroids to the means of their images, and ``sizes`` to their numbers."""
         self.centroids.copy_(cluster_means(self.memory.rows[:, 0], self.labels, self.centroids))
         self.sizes.copy_(cluster_sizes(self.labels, len(self.sizes)))
 
@@ -163,7 +163,7 @@ class ODC(ClusteredImages):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Update memory and labels of the step's images; renew the centroids if it is time."""
+        """Update memory, labels and sizes; every ``renew_every`` steps, renew the centroids."""
         for index, features in self.take_pending():
             self.memory.update(index, features, self.config.momentum)
             everywhere = all_gather_cat(index)  # (W * B,)

@@ -95,7 +95,10 @@ class SeLa(Method):
 
     @torch.no_grad()
     def renew_labels(self, task: Task) -> None:
-        """Set the labels of each head, in one pass over the data in evaluation mode."""
+        """Set the labels of each head, in one pass over the data in evaluation mode.
+
+        The network is in train mode afterwards. Every rank must call this method.
+        """
         log.info("sela: renewing the labels, one pass over %d images", self.labels.shape[1])
         logits, indices = [], []
         task.base_model.eval()

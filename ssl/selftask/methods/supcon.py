@@ -63,7 +63,10 @@ class SupCon(BatchContrast):
         self.num_others = self.num_negatives + views - 1
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the loss for ``output`` (V, B, D), averaged over images and views."""
+        """Return the loss for ``output`` (V, B, D), averaged over images and views.
+
+        It is multiplied by ``temperature`` / 0.07, unless positives are summed ``inside``.
+        """
         config = self.config
         inside = config.sum_positives == "inside"
         loss = supcon_loss(output, batch.labels, temperature=config.temperature, inside=inside)

@@ -80,7 +80,7 @@ class TiCo(EMATeacher):
     def on_forward(self, task: Task) -> None:
         """Set ``batch["teacher"]`` (B, D) and ``batch["covariance"]`` (D, D).
 
-        The covariance includes this batch.
+        They are the teacher's output for the second view, and the covariance after this batch.
         """
         batch = task.last_batch
         (batch["teacher"],) = self.teacher(batch.all_views[1:])  # (B, D)

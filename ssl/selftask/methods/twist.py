@@ -96,7 +96,8 @@ class TWIST(Method):
 def twist_terms(output: Tensor, *, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return symmetric KL divergence, mean entropy of the images, and entropy of their mean.
 
-    Each is averaged over the pairs of one of the first two views and a later one.
+    Each is averaged over the pairs of one of the first two views and a later one. The mean in the
+    last term is over the images of all ranks.
 
     Args:
         output: Logits (V, B, K).

@@ -96,7 +96,8 @@ class IterNorm(nn.Module):
     """Layer that whitens groups of features (N, D) approximately, with statistics of all ranks.
 
     Huang et al., Iterative Normalization, CVPR 2019, arXiv:1904.03441: whitening by Newton's
-    iteration. Like BatchNorm, it uses running averages in evaluation mode.
+    iteration. Like BatchNorm, it uses running averages in evaluation mode, and ends with a trained
+    scale and shift.
 
     Args:
         num_features: Width, D.

@@ -100,7 +100,8 @@ class VQKD(Method):
         """Open the teacher, and build the tokenizer with its decoder.
 
         Raises:
-            UserError: If the teacher does not exist, or if a step has fewer patches than codes.
+            UserError: If the teacher does not exist or has no patches, or if a step has fewer
+                patches than codes.
         """
         trained = self.open_trained("teacher", task)
         self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")

@@ -33,7 +33,7 @@ class BatchContrast(Method):
         """Whether both layers of the head have BatchNorm, as in SimCLR's code."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """Build a head of two layers. The last BatchNorm has no shift, as in SimCLR's code."""
+        """Build a head of two layers. A last BatchNorm has no shift, as in SimCLR's code."""
         norm = self.config.norm
         head = mlp(
             embed_dim,

@@ -53,8 +53,9 @@ class ClusteredImages(Method):
     def fill_memory(self, task: Task) -> None:
         """Fill the memory in one pass over the data with the initial weights.
 
-        The network is in eval mode, so that the last batch may have one image, and afterwards in
-        train mode. Rows of images that cannot be read are 0. Every rank must call this method.
+        The network is in eval mode during the pass, so that the last batch may have one image, and
+        in train mode afterwards. Rows of images that cannot be read are 0. Every rank must call
+        this method.
         """
         log.info("filling the memory, one pass over %d images", len(self.memory))
         task.base_model.eval()

@@ -105,7 +105,10 @@ class QueueDistillation(Distillation):
         self.queue = FeatureQueue(self.config.queue_size, self.out_dim)
 
     def on_forward(self, task: Task) -> None:
-        """Compute the teacher's unit vectors ``batch["targets"]`` (B, D); collect ``rows``."""
+        """Compute the teacher's unit vectors ``batch["targets"]`` (B, D).
+
+        In training, collect the ``rows`` of the batch, which are enqueued after the step.
+        """
         super().on_forward(task)
         batch = task.last_batch
         batch["targets"] = F.normalize(batch["targets"][0], dim=1)

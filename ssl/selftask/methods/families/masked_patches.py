@@ -62,7 +62,9 @@ class MaskedPatches(Method):
         batch.input = (batch.all_views[0], batch["mask"])
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Any:
-        """Draw masks of images: bool (B, N) or (B, h, w), True for hidden patches; or ``Kept``.
+        """Draw masks of images: bool (B, N) or (B, h, w), True for hidden patches.
+
+        Networks that take masks in another form, such as ``Kept``, need this form instead.
 
         Args:
             seed: Seed of the run.

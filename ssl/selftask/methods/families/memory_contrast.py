@@ -87,7 +87,7 @@ class MemoryContrast(Method):
         return features
 
     def contrast(self, batch: Batch, *features: Tensor) -> list[Tensor]:
-        """Return the loss of each tensor of features (B, D), averaged over images.
+        """Return the loss of each tensor of features ``(B, *entry_shape, D)``, a mean over images.
 
         Positives are the images' own entries of the memory, negatives are ``batch["negatives"]``.
         """
