@@ -53,7 +53,7 @@ class SAM:
     @contextmanager
     @torch.no_grad()
     def _climbed(self, task: Task) -> Iterator[None]:
-        """Context in which ``rho * g / ||g||`` (eq. 2), or ASAM's form of it, is added to the weights.
+        """Context in which ``rho * g / ||g||`` (eq. 2, or as in ASAM) is added to the weights.
 
         The scale of the loss (``train.grad_scaler``) cancels.
         """
