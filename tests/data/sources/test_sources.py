@@ -14,10 +14,12 @@ from PIL import Image
 
 from selftask.config.compose.short_forms import expand_source
 from selftask.config.schema import Component
+from selftask.data.labels import is_labeled
 from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.reading.path_table import PathTable
 from selftask.data.source import Source
+from selftask.data.sources.dataset_objects import DatasetSource
 from selftask.errors import UserError
 from selftask.registry import SOURCES
 
@@ -310,3 +312,17 @@ def test_what_is_no_source_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     match = r"test_sources.py:\d+: the source 'own' must extend selftask.data.source.Source; a data"
     with pytest.raises(UserError, match=match):
         open_source(Component(name="own"))
+
+
+@pytest.mark.parametrize("declares", [True, False])
+def test_labels_that_are_bools_are_classes(declares: bool) -> None:
+    class Hotdogs(list[Any]):
+        """Images and whether each shows a hotdog."""
+
+    items = Hotdogs((np.zeros((4, 4, 3), np.uint8), kind) for kind in (True, False, np.True_))
+    if declares:
+        items.targets = [kind for _, kind in items]  # type: ignore[attr-defined]
+    source = DatasetSource(items, "mine")
+    assert [source[index][1] for index in range(3)] == [1, 0, 1]
+    assert is_labeled(source)
+    assert source.num_classes == (2 if declares else 0)

@@ -20,6 +20,8 @@ from selftask.errors import UserError, check_known, explained
 from selftask.files.paths import is_folder
 from selftask.registry import register_source
 
+_WHOLE = "iub"  # NumPy kinds of labels; False and True are classes 0 and 1
+
 
 class DatasetSource(Source):
     """Source of a map-style data set, whose items are images or begin with (image, label).
@@ -197,14 +199,14 @@ def _known_labels(dataset: Any) -> np.ndarray | None:
         if values is None or callable(values):
             continue
         labels = np.asarray(values)
-        if labels.shape == (len(dataset),) and np.issubdtype(labels.dtype, np.integer):
+        if labels.shape == (len(dataset),) and labels.dtype.kind in _WHOLE:
             return labels.astype(np.int64)
     return None
 
 
 def _as_label(label: Any) -> int:
-    """Convert an integer of any type to int; other labels, such as boxes or captions, to -1."""
+    """Convert an integer or bool of any type to int; others, such as boxes or captions, to -1."""
     array = np.asarray(label) if not isinstance(label, str | dict | list | tuple) else None
-    if array is None or array.size != 1 or not np.issubdtype(array.dtype, np.integer):
+    if array is None or array.size != 1 or array.dtype.kind not in _WHOLE:
         return NO_LABEL
     return int(array.reshape(()))
