@@ -218,6 +218,9 @@ def test_table_says_what_is_an_estimate(two_ranks: Plan) -> None:
     assert "128 a rank x 2 ranks = 256 samples a step" in text
     slow = replace(two_ranks.assumptions, images_per_s=0.4)
     assert "0.4 images a second" in "\n".join(lines(replace(two_ranks, assumptions=slow)))
+    train = replace(two_ranks.config.train, checkpoint_every="0.1%")  # of 400 steps
+    often = replace(two_ranks, config=replace(two_ranks.config, train=train))
+    assert "0.1% = 0.256 s, " in "\n".join(lines(often)), "each step, as the run does"
 
 
 def test_data_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:

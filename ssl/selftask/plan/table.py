@@ -151,7 +151,7 @@ def _now(plan: Plan) -> str:
     """Format the recipe's time between checkpoints and the share of time that it loses."""
     if plan.seconds is None:
         return " (give images_per_s= to compare)"
-    steps = steps_in(plan.config.train.checkpoint_every, plan.length)
+    steps = max(1, steps_in(plan.config.train.checkpoint_every, plan.length))
     interval, checkpoints = steps * _step_seconds(plan), plan.checkpoints
     lost = lost_share(interval, checkpoints.write_s, checkpoints.mtbf_s)
     return f" = {duration(interval)}, {lost:.2%} is lost"
