@@ -93,6 +93,17 @@ def test_as_torchs_scheduler(case: str) -> None:
     assert values == pytest.approx(torchs(0.8, theirs), rel=1e-9)
 
 
+@pytest.mark.parametrize("interval", ["rescaled", "fixed"])
+def test_milestones_of_parts_are_counted_from_the_start_of_the_run(interval: str) -> None:
+    """As those of multistep, also behind a warm-up."""
+    more = {"start": 0.8, "warmup": "1 epoch", "warmup_interval": interval}
+    parts = [{"name": "constant", "start": value} for value in (0.8, 0.08, 0.008)]
+    milestones = ["3 epochs", 50]
+    expected = ours({"name": "multistep", "milestones": milestones, "factor": 0.1, **more})
+    values = ours({"name": "composite", "parts": parts, "milestones": milestones, **more})
+    assert values == pytest.approx(expected)
+
+
 def test_every_schedule_has_its_reference() -> None:
     by_formula = {"inverse_sqrt", "wsd"}
     assert {case.partition(" ")[0] for case in LIKE_TORCH} | by_formula == set(SCHEDULES)

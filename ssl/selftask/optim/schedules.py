@@ -356,18 +356,19 @@ class Composite(ScheduleConfig):
 
     def curve(self, start: float, end: float, span: Span) -> Schedule:
         total = span.length.total_steps
+        begin = round(span.warmup * total)  # the first part begins after the warm-up
         ends = [steps_in(text, span.length) for text in self.milestones]
-        lengths = [b - a for a, b in zip([0, *ends], [*ends, total], strict=True)]
+        lengths = [b - a for a, b in zip([begin, *ends], [*ends, total], strict=True)]
         if min(lengths) <= 0:
             raise UserError(
                 f"schedule composite: milestones {self.milestones} are steps {ends} of {total}; "
-                "they must rise and lie within the run"
+                "they must rise and lie within the run, after the warm-up"
             )
         parts = [
             build_schedule(part, replace(span.length, max_steps=steps))
             for part, steps in zip(self.parts, lengths, strict=True)
         ]
-        return join(parts, [steps / total for steps in lengths])
+        return join(parts, [steps / (total - begin) for steps in lengths])
 
 
 def milestone_problems(milestones: Sequence[int | str]) -> Iterator[str]:
