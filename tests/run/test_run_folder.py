@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from subprocess import PIPE
+from typing import IO
 
 import pytest
 from in_process import train
@@ -109,6 +110,25 @@ def test_a_requeued_job_takes_over_from_a_dead_node_only(
             ):
                 raise AssertionError("taken")
         other.communicate()
+
+
+def test_a_refused_run_does_not_remove_the_folder_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both began before the folder was there, and the other one has written nothing but its log."""
+    folder = tmp_path / "run"
+
+    def refused(lock: IO[str], path: Path, out: str) -> None:
+        (folder / "log.txt").write_text("of the other run")
+        raise UserError("held")
+
+    monkeypatch.setattr(run_folder, "_take", refused)
+    with (
+        pytest.raises(UserError, match="held"),
+        run_folder.locked(str(folder), first=True, alone=True),
+    ):
+        raise AssertionError("taken")
+    assert sorted(path.name for path in folder.iterdir()) == [run_folder.LOCK, "log.txt"]
 
 
 def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

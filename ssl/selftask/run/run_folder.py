@@ -54,14 +54,16 @@ def locked(out: str, *, first: bool, alone: bool = False) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"out={out}: cannot be written to ({error.strerror})") from error
     over = threading.Event()
+    ours: list[Path] = []  # folders to remove; none if another run has the lock
     try:
         if lock is not None:
             _take(lock, folder / LOCK, out)
+            ours = made
             threading.Thread(target=_touch, args=(folder / LOCK, over), daemon=True).start()
         yield folder
     except UserError:
         if alone:
-            _remove_unused(made)
+            _remove_unused(ours)
         raise
     finally:
         over.set()
