@@ -12,6 +12,12 @@ from selftask.logs import get_logger
 log = get_logger(__name__)
 
 MOST_REPEATED = 1000  # maximum number of steps to repeat with ``stop``
+_BUILT = (
+    *("model", "base_model", "loss", "networks", "trained", "reduction", "reductions", "frozen"),
+    *("optimizer", "optimizers", "all_optimizers", "step_check", "activations", "last_batch"),
+    *("hooks", "named_hooks", "_wrappers", "_reduce"),
+)
+"""Attributes of a task that refer to its weights."""
 
 
 def recover(task: Task, error: NonFiniteLoss) -> None:
@@ -64,7 +70,8 @@ def _restart(task: Task, guard: NonFiniteGuard, checkpoint: str) -> None:
     task.scalars.clear()
     task.averages.clear()  # of weights after the checkpoint
     task.history.load_state_dict({})  # the repeated steps write their rows again
-    del task.model, task.base_model, task.loss, task.optimizer, task.last_batch  # built anew
+    for name in _BUILT:  # before they are built anew, since both may not fit into memory
+        vars(task).pop(name, None)
     task.saved, task.resume_from = None, checkpoint
     task.added_hooks["non_finite"] = guard
     task.prepare()

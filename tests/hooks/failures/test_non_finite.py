@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from run_folders import read_events
 from selftask.cli.main import main
 from selftask.hooks.base import function_hook
 from selftask.hooks.failures.non_finite import NonFiniteLoss, is_finite
+from selftask.hooks.writers.csv_table import Csv
+from selftask.task import build
 from selftask.task.loop import train_loop
 from selftask.task.replay import replay
 
@@ -205,6 +209,30 @@ def test_rollback_discards_what_came_after_the_checkpoint(tmp_path: Path) -> Non
     assert task.rollbacks == 1
     assert begun[4:6] == [(1, False), (2, True)]
     assert list(task.history["loss"].steps) == [1, 2, 3]
+
+
+def test_rollback_keeps_one_network_in_memory_and_opens_writers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two networks may not fit; a writer of ``add_hook`` is not built anew."""
+    old: list[Any] = []
+    build_network = build.network
+
+    def build_alone(*args: Any) -> Any:
+        gc.collect()
+        assert [network() for network in old] == [None] * len(old)
+        built = build_network(*args)
+        old.append(weakref.ref(built[1]))
+        return built
+
+    monkeypatch.setattr(build, "network", build_alone)
+    more = ("train.on_nan=rollback", "train.checkpoint_every=2", inject("nan_input", 4))
+    task = tiny.task("moco", tmp_path, "run", *more, "hooks.swa={start: 1, every: 1}")
+    task.add_hook(Csv(), "table")
+    train_loop(task)
+    assert task.rollbacks == 1 and len(old) == 2
+    lines = (task.out / "metrics.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(tiny.rows(task.out))
 
 
 def test_a_run_from_another_goes_back_to_its_beginning(

@@ -87,7 +87,7 @@ class Writer(Hook):
 
     def before_save(self, task: Task) -> None:
         """Write all pending rows, since a resume does not repeat those before the checkpoint."""
-        if getattr(self, "alive", False) and self.background is not None:
+        if self._is_open and self.background is not None:
             with activity(f"waiting for hooks.{self.title} to write its rows"):
                 self._tell_of(self.background.wait())
 
@@ -96,6 +96,7 @@ class Writer(Hook):
 
     def release(self) -> None:
         self._end(failed=True)
+        vars(self).pop("alive", None)  # a task that returns to a checkpoint opens it again
 
     def _begin(self, task: Task) -> None:
         if not hasattr(self, "alive"):
@@ -155,7 +156,7 @@ class Writer(Hook):
                 self.title,
             )
         with activity(f"waiting for hooks.{self.title}"):
-            self.background.add(lambda: self._guarded(write) if self.alive else None)
+            self.background.add(lambda: self._guarded(write) if self._is_open else None)
 
     def _tell_of(self, remaining: int) -> None:
         if remaining:
@@ -178,6 +179,10 @@ class Writer(Hook):
                 type(error).__name__,
                 error,
             )
+
+    @property
+    def _is_open(self) -> bool:
+        return getattr(self, "alive", False)
 
     @property
     def title(self) -> str:
