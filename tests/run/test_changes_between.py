@@ -203,6 +203,16 @@ def test_changed_settings_of_hooks_are_logged(
         assert [line.startswith(f"config: {key}: {before} there, ") for line in lines] == [True]
 
 
+def test_a_run_without_its_config_is_compared_with_its_checkpoint(
+    stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (stopped / "run/config.yaml").unlink()
+    capsys.readouterr()
+    assert main(words(stopped, "train.seed=7", "train.stop_at=3")) != 0
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("config: ")]
+    assert lines == ["config: train.seed: 0 there, 7 now"]
+
+
 def test_a_resume_needs_no_file_that_it_does_not_use(
     stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

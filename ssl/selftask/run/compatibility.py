@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from selftask.checkpoint import store
+from selftask.config.checks.locations import uses_newest
 from selftask.config.schema import Config
 from selftask.errors import UserError, shorten
+from selftask.files.paths import exists
 from selftask.files.received import UnreadableFile
-from selftask.files.yaml_file import read_yaml
+from selftask.files.yaml_file import parse_yaml, read_yaml
 from selftask.task.task_state import resumes
 
 _SECTIONS = ("method", "data", "backbone", "optimizer", "init", "train", "parallel", "views")
@@ -50,6 +54,21 @@ def check_same_run(config: Config) -> None:
             f"out={out} has a run with another config; use another out=, resume=never to start a "
             f"new run there, or resume=CHECKPOINT to continue from it anyway\n{listed}"
         )
+
+
+def unrecorded_changes(config: Config) -> list[str]:
+    """Return the changed settings that affect the result of a run without ``config.yaml``.
+
+    They are compared with the config in its newest checkpoint, and do not prevent a resume.
+    """
+    folder = config.out_folder / "checkpoints"
+    if exists(config.out_folder / "config.yaml") or not uses_newest(config):
+        return []
+    found = store.load_newest(folder, partial(store.load, wanted=lambda *_: False))
+    if found is None or not isinstance(found[0].get("config"), str):
+        return []
+    before = parse_yaml(found[0]["config"].encode(), found[1])
+    return [*changes(_fixed(before), _fixed(config.to_dict()), "")]
 
 
 def allowed_changes(config: Config) -> list[str]:

@@ -42,7 +42,7 @@ from selftask.models.build import check_backbone
 from selftask.models.weights.model_source import open_init
 from selftask.registry import TASKS
 from selftask.run import environment
-from selftask.run.compatibility import allowed_changes, check_same_run
+from selftask.run.compatibility import allowed_changes, check_same_run, unrecorded_changes
 from selftask.run.early_errors import watch_others
 from selftask.run.exit_report import Ending
 from selftask.run.expected import check_expected
@@ -140,7 +140,7 @@ def _log_previous_attempt(config: Config) -> None:
     """Log how the attempt before was lost, if it was, and settings that have changed since."""
     if lost := Status(config).close_lost():
         LOGGER.warning("the attempt before: %s", lost)
-    for change in allowed_changes(config):
+    for change in (*unrecorded_changes(config), *allowed_changes(config)):
         LOGGER.info("config: %s", change)
 
 
