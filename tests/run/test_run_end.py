@@ -179,7 +179,7 @@ def test_a_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[s
     trouble = ("import=[trouble]", "hooks.trouble={kind: nan, step: 3}")
     assert train(folder, *trouble, save, "train.log_every=10") == 1
     line = last_line(capsys)
-    assert line.startswith("RUN FAILED at step 2 on rank 0: the loss is nan at step 3 on rank 0")
+    assert line.startswith("RUN FAILED at step 3 on rank 0: the loss is nan at step 3 on rank 0")
     assert "optimizer.lr" in line
     saved = sorted(path.name for path in (folder / "run/checkpoints").glob("*.pt"))
     assert saved == ["step_000000002.pt"]

@@ -245,7 +245,7 @@ def test_failing_run_fails_its_job(folder: Path) -> None:
     run.wait_for_end("failed")
     assert run.slurm("JobState") == "FAILED"
     assert run.slurm("ExitCode") != "0:0"
-    assert "RUN FAILED at step 2 on rank 1: InjectedFault" in run.last_line
+    assert "RUN FAILED at step 3 on rank 1: InjectedFault" in run.last_line
     assert "InjectedFault" in (run.out / "errors" / "rank1.txt").read_text()
     with pytest.raises(FailedJobError, match="InjectedFault"):
         run.job.result()

@@ -84,7 +84,7 @@ def test_what_fails_is_written_down_and_raised(tmp_path: Path) -> None:
         Trainer().train(task)
     assert read_json(tmp_path / "run/status.json")["state"] == "failed"
     last = log_of(tmp_path / "run")[-1]
-    assert re.match(r"RUN FAILED at step 0 on rank 0: \S*test_trainer.py:\d+: IndexError", last)
+    assert re.match(r"RUN FAILED at step 1 on rank 0: \S*test_trainer.py:\d+: IndexError", last)
 
 
 def test_a_model_that_no_machine_has_room_for(tmp_path: Path) -> None:

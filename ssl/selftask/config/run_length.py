@@ -94,11 +94,17 @@ class Clock:
     skipped: int = 0  # global batches of skipped steps, which schedules do not count
     tested: int = 0  # `batch` at the last test phase
     stopped: str | None = None  # why training ends before its length; not part of the state
+    in_step: bool = False  # whether a step has begun that is not counted yet; not part of the state
 
     @property
     def where(self) -> float:
         """Progress in [0, 1), the argument of every schedule."""
         return min(self.trained_batches / self.length.total_batches, 1.0 - 1e-9)
+
+    @property
+    def step(self) -> int:
+        """Number of the step in progress, or else of the last one; the first step is 1."""
+        return self.steps_done + self.in_step
 
     @property
     def trained_batches(self) -> int:
@@ -175,6 +181,7 @@ class Clock:
         """Count one finished step of ``batches`` batches."""
         self.steps_done += 1
         self.batch += batches
+        self.in_step = False
 
     def skip(self, batches: int = 1) -> None:
         """Count one skipped step, which consumes its batches but does not advance ``where``."""

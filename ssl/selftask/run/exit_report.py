@@ -18,6 +18,7 @@ import torch.distributed as dist
 from selftask.config.compose.provenance import show_path
 from selftask.config.extensions.user_code import is_users, place_of, user_frames
 from selftask.errors import RunError, UserError, masked, message_of
+from selftask.hooks.failures.non_finite import NonFiniteLoss
 from selftask.logs import LOGGER
 from selftask.logs.events import add_event
 from selftask.logs.lines import add_line, log_result
@@ -37,9 +38,11 @@ class Ending:
     def __init__(self, task: Task, status: Status) -> None:
         self.task, self.status = task, status
         self.first = task.world.rank == 0
+        self.failed_at: int | None = None  # step of the failure; None: the step in progress
 
     @property
     def step(self) -> int:
+        """Number of finished steps."""
         return self.task.steps_done if hasattr(self.task, "clock") else 0
 
     @property
@@ -110,6 +113,8 @@ class Ending:
         """
         trace = "".join(traceback.format_exception(error))
         self._write_error(self.task.world.rank, trace)
+        if isinstance(error, NonFiniteLoss):
+            self.failed_at = error.step
         is_explained = isinstance(error, UserError | RunError)
         message = explain(error)
         if is_out_of_memory(error):
@@ -128,7 +133,8 @@ class Ending:
         Rank 0 does nothing if another rank has already written it.
         """
         first, *rest = failure.message.splitlines() or [""]
-        line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
+        step = self.failed_at or (self.task.clock.step if hasattr(self.task, "clock") else 0)
+        line = f"RUN FAILED at step {step} on rank {failure.rank}: {first}"
         is_reported = self.status.failed_by_another()
         if self.first and is_reported:  # rank 0 was suspended, and the others gave up
             return

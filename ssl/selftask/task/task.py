@@ -308,6 +308,7 @@ class Task(Recorder, ClassyTaskNames):
             if self.clock.stopped:
                 raise StopIteration
             if self.clock.batch < self._phase_stop:  # else the train step raises StopIteration
+                self.clock.in_step = True
                 self.run_hooks("before_step")
             self.train_step()
         else:
