@@ -186,6 +186,24 @@ def test_a_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[s
     assert tiny.status(folder / "run")["state"] == "failed"
 
 
+ANEW = """
+import json, shutil
+from selftask.hooks.base import Hook
+from selftask.registry import register_hook
+
+@register_hook("anew")
+class Anew(Hook):
+    priority = 5
+    def on_step(self, task):
+        if task.steps_done == 2:
+            shutil.rmtree(task.out)
+            task.out.mkdir()
+            content = {"state": "running", "host": "elsewhere", "pid": 1, "started": 2.0}
+            (task.out / "status.json").write_text(json.dumps(content))
+            (task.out / "metrics.jsonl").write_text("of another run")
+"""
+
+
 def test_a_network_that_diverged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights and embeddings are not finite either, and the line at hand is the log's."""
     assert train(folder, "optimizer.lr=1e30", "train.log_every=1") == 1
@@ -201,6 +219,28 @@ def test_the_step_of_a_bad_loss_when_accumulating(
     trouble = ("import=[trouble]", "hooks.trouble={kind: nan, step: 5}")
     assert train(folder, *more, *trouble) == 1
     assert "the loss is nan at step 5 on rank 0" in last_line(capsys)
+
+
+REPLACED = {"state": "running", "host": "elsewhere", "pid": 1, "started": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], r"RUN FAILED at step 2 on rank 0: .*metrics.jsonl: was moved, removed or replaced"),
+        (["train.log_every=9", "train.stop_at=2"], r"RUN FAILED at step 2 .* removed or replaced"),
+        (["hooks.trouble={kind: raise}"], "RUN FAILED at step 2 on rank 0: .*trouble on purpose"),
+    ],
+    ids=["row", "checkpoint", "other error"],
+)
+def test_a_run_leaves_the_files_of_another_one_in_its_folder_alone(
+    more: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "anew.py").write_text(ANEW)
+    assert train(folder, "import=[anew, trouble]", "hooks.anew={}", *more) == 1
+    assert re.match(said, last_line(capsys))
+    assert tiny.status(folder / "run") == REPLACED
+    assert {path.name for path in (folder / "run").iterdir()} == {"status.json", "metrics.jsonl"}
 
 
 def test_too_many_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,10 @@ from selftask.task.memory_report import is_out_of_memory, memory_report
 
 
 class Ending:
-    """Reporter of how the run of ``task`` ended; rank 0 writes ``status.json``."""
+    """Reporter of how the run of ``task`` ended; rank 0 writes ``status.json``.
+
+    Nothing is written to a folder in which another run has begun meanwhile.
+    """
 
     def __init__(self, task: Task, status: Status) -> None:
         self.task, self.status = task, status
@@ -51,20 +54,22 @@ class Ending:
         data = getattr(self.task, "data_module", None)
         return [] if data is None else data.unreadable()
 
-    def _write_status(self, state: str, **more: Any) -> None:
-        if sentences := self.unreadable:
-            more[UNREADABLE] = sentences
-        self.status.write(state, step=self.step, **more)
+    def _write_status(self, state: str, kind: str, line: str, **more: Any) -> None:
+        """Write ``status.json``, and add an event ``kind`` with the line."""
+        if self.status.is_replaced():
+            return
+        unreadable = {UNREADABLE: self.unreadable} if self.unreadable else {}
+        self.status.write(state, step=self.step, **more, **unreadable)
+        add_event(self.task.out, kind, line, step=self.step, **more)
 
     def finished(self) -> int:
         """Report success; return 0."""
-        if self.first:
-            self._write_status("finished")
         seconds = time.monotonic() - self.status.started_clock
         line = f"RUN finished: {self.step} steps in {seconds:.0f} s, {self.task.config.out}"
         if self.task.clock.stopped is not None:
             line += f"; {self.task.clock.stopped}"
-        self.task.event("finish", line)
+        if self.first:
+            self._write_status("finished", "finish", line)
         self._write_page()
         log_result("; ".join([line, *self.unreadable]))
         return 0
@@ -92,11 +97,10 @@ class Ending:
         if self.status.failed_by_another():
             return 1  # another rank failed; the signal only ends the remaining ranks
         leaving = slurm_job.depart(by, self.task.config.launch, self.task.out, first=self.first)
-        if self.first:
-            self._write_status(leaving.state, by=leaving.by)
         line = f"RUN interrupted by {leaving.by} at step {self.step}; {how}; {leaving.outlook}"
         kind = "requeue" if leaving.state == "requeued" else "stop"
-        self.task.event(kind, line, by=leaving.by)
+        if self.first:
+            self._write_status(leaving.state, kind, line, by=leaving.by)
         self._write_page()
         log_result("; ".join([line, *self.unreadable]))
         return leaving.code
@@ -142,8 +146,7 @@ class Ending:
         if self.first or for_rank0:
             with _os_errors_logged():
                 facts = {"rank": failure.rank, "error": failure.message, "lost": failure.lost}
-                self._write_status("failed", **facts)
-                add_event(self.task.out, "failure", line, step=self.step, **facts)
+                self._write_status("failed", "failure", line, **facts)
             self._write_error_for(failure)
             self._write_page(for_rank0=for_rank0)
         for text in (failure.details, *rest):
@@ -157,7 +160,8 @@ class Ending:
 
     def _write_page(self, *, for_rank0: bool = False) -> None:
         """Write the report before the last line of the log."""
-        if self.task.config.train.report and (self.first or for_rank0):
+        is_ours = (self.first or for_rank0) and not self.status.is_replaced()
+        if self.task.config.train.report and is_ours:
             write_end_page(self.task.out)
 
     def _write_error_for(self, failure: Failure) -> None:
@@ -167,6 +171,8 @@ class Ending:
             self._write_error(failure.rank, f"{failure.message}\n{failure.details}")
 
     def _write_error(self, rank: int, text: str) -> None:
+        if self.status.is_replaced():
+            return
         with _os_errors_logged():
             path = self._errors_of(rank)
             path.parent.mkdir(exist_ok=True)

@@ -28,6 +28,7 @@ class Status:
         self.path = config.out_folder / "status.json"
         self.config = config
         self.started, self.started_clock = time.time(), time.monotonic()
+        self._is_written = False
 
     def read(self) -> dict[str, Any]:
         """Return the content, or an empty dict if the file is missing or damaged."""
@@ -42,6 +43,11 @@ class Status:
         status, attempt = self.read(), read_world().attempt
         is_failed = status.get("attempt") == attempt and status.get("state") == "failed"
         return bool(attempt and is_failed and status.get("updated", 0.0) >= self.started)
+
+    def is_replaced(self) -> bool:
+        """Return True if another run has begun in the folder since this one wrote the status."""
+        there = self.read()
+        return self._is_written and bool(there) and not there.items() >= self._process.items()
 
     def close_lost(self) -> str | None:
         """Set the state of a killed attempt to failed; return a message for the log, or None."""
@@ -63,6 +69,10 @@ class Status:
         return status.get("state") == "finished" and status.get("length") == self._length
 
     @property
+    def _process(self) -> dict[str, Any]:
+        return {"host": socket.gethostname(), "pid": os.getpid(), "started": self.started}
+
+    @property
     def _length(self) -> list[float | None]:
         return [self.config.train.epochs, self.config.train.max_steps]
 
@@ -76,17 +86,17 @@ class Status:
         content = {
             "state": state,
             "length": self._length,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
+            **self._process,
             "attempt": read_world().attempt,
-            "started": self.started,
             "updated": time.time(),
             **more,
         }
         write_json(self.path, content)
+        self._is_written = True
 
     def add(self, **more: Any) -> None:
         """Add entries to the status of a running run, unless they are already there."""
         before = self.read()
-        if before.get("state") == "running" and before != {**before, **more}:
+        is_running = before.get("state") == "running" and not self.is_replaced()
+        if is_running and before != {**before, **more}:
             write_json(self.path, {**before, "updated": time.time(), **more})
