@@ -72,13 +72,6 @@ def test_early_stopping_ends_the_run_and_resumes_bit_for_bit(folder: Path) -> No
     assert tiny.differences(tiny.last_state(whole.out), tiny.last_state(parts.out)) == []
 
 
-def test_the_evaluation_after_the_last_step_stops_nothing(folder: Path) -> None:
-    """The second evaluation without a gain is the one at the end."""
-    words = (*STOP, "train.max_steps=6")
-    whole = train("simclr", folder, "at_end", *words, evaluate=lambda task: {"knn_top1": 0.5})
-    assert (whole.steps_done, whole.clock.stopped) == (6, None)
-
-
 @pytest.mark.parametrize(("mode", "target", "step"), [("max", 0.61, 6), ("min", 0.55, 2)])
 def test_a_run_that_reaches_its_target_ends(
     mode: str, target: float, step: int, folder: Path
@@ -184,32 +177,6 @@ def test_validation_loss_is_that_of_the_formula(folder: Path) -> None:
     assert evaluate_task(task)["val_loss"] == expected and not task.scalars
     assert modes == [(False, False, torch.bfloat16)] * 2 and network.training
     task.close()
-
-
-def test_a_stop_in_a_test_phase_keeps_the_values_for_the_next_row(folder: Path) -> None:
-    words = (LABELED, "eval.evaluations={}", "train.epochs=2", "train.log_every=3")
-    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}"
-
-    def run(out: str, *, stops: bool) -> None:
-        def on_step(task: Task) -> None:
-            if task.phase_finished:
-                task.log("at_the_end", task.steps_done)
-            elif stops and not task.train:
-                task.interrupted_by = "a signal"
-
-        task = tiny.task("supervised", folder, out, val, *words, "train.checkpoint_every=9")
-        task.add_hook(function_hook(on_step=on_step), "own")
-        try:
-            train_loop(task)
-        except Interrupted:
-            assert stops and not task.train
-
-    run("tested", stops=False)
-    run("tested_parts", stops=True)
-    run("tested_parts", stops=False)
-    rows = tiny.rows(folder / "tested")
-    assert tiny.rows(folder / "tested_parts") == rows
-    assert [row["step"] for row in rows if "at_the_end" in row] == [6, 10]
 
 
 def test_test_phases_every_other_epoch_and_half_an_epoch(folder: Path) -> None:
