@@ -394,4 +394,4 @@ class Takes(Returns):
 )
 def test_a_build_that_makes_no_optimizer_is_named(options: Any, message: str) -> None:
     with pytest.raises(UserError, match=rf"test_optimizers.py:\d+: {message}"):
-        ScheduledOptimizer(options.build, []).prepare([])
+        ScheduledOptimizer(options.build, [], constant_options=True).prepare([])

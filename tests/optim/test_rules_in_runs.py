@@ -126,6 +126,30 @@ def test_frozen_for_good_computes_no_gradients(tmp_path: Path) -> None:
     assert trained == {id(p) for p in task.base_model.head.parameters() if p.requires_grad}
 
 
+@pytest.mark.parametrize(
+    ("name", "setting", "option", "expected"),
+    [
+        ("adamw", "betas: [0.5, 0.6]", "betas", (0.5, 0.6)),
+        ("sgd", "sgd_momentum: 0.5", "momentum", 0.5),
+        ("lars", "trust_coefficient: 0.5", "trust_coefficient", 0.5),
+        ("torch:NAdam", "momentum_decay: 0.5", "momentum_decay", 0.5),
+    ],
+)
+def test_options_of_the_config_replace_those_of_a_checkpoint(
+    name: str, setting: str, option: str, expected: Any, tmp_path: Path
+) -> None:
+    """torch's own ``load_state_dict`` takes options from the checkpoint, too."""
+    before = f"optimizer={{name: '{name}', lr: 0.01}}"
+    first = tiny.train("simclr", tmp_path, "first", before, "train.stop_at=2")
+    checkpoint = f"resume={first.out}/checkpoints/step_000000002.pt"
+    changed = before.replace("}", f", {setting}}}")
+    task = tiny.task("simclr", tmp_path, "second", changed, checkpoint)
+    task.prepare()
+    (group, *_) = task.optimizer.optimizer.param_groups
+    assert task.steps_done == 2 and group[option] == expected
+    task.close()
+
+
 def test_the_table_is_in_the_run_folder(whole: Path) -> None:
     lines = (whole / "whole/groups.txt").read_text().splitlines()
     assert lines[0].split()[:3] == ["tensors", "parameters", "lr"]

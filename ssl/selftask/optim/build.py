@@ -30,16 +30,21 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
     Args:
         build: Builds the torch optimizer of parameter groups.
         settings: Settings of each parameter, in the order of the groups.
+        constant_options: Whether the optimizer itself changes no option of its groups. Those of the
+            config then replace those of a checkpoint.
     """
 
     def __init__(
         self,
         build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         settings: Sequence[Settings],
+        *,
+        constant_options: bool,
     ) -> None:
         super().__init__()
         self.build = build
         self.settings = settings
+        self.constant_options = constant_options
 
     def prepare(self, param_groups: list[dict[str, Any]]) -> None:
         check_takes(self.build, ["groups"], "an optimizer's build")
@@ -96,11 +101,18 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
                     f"optimizer.groups or optimizer.layer_decay put {now!r} where the checkpoint "
                     f"has {before!r}; keep them, or start from its weights by init.backbone"
                 )
+        built = [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
         super().set_classy_state(state)
+        for group, options in zip(self._groups, built, strict=True):
+            group.update(options if self.constant_options else {})
         for parameter, values in self.optimizer.state.items():
             for name, value in values.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     values[name] = _in_memory_format_of(parameter, value)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
 
     @property
     def _names(self) -> list[str]:
@@ -171,14 +183,15 @@ def build_optimizer(
         moving = _moving_settings(kind, config.args, length)
         first_values = {name: schedule(0.0) for name, schedule in moving.items()}
         options = kind(**{**config.args, **first_values})
-        optimizer: Any = ScheduledOptimizer(options.build, settings)
+        is_shipped = OPTIMIZERS.is_shipped(config.name)
+        optimizer: Any = ScheduledOptimizer(options.build, settings, constant_options=is_shipped)
         layerwise = getattr(options, "layerwise", False)
         # torch's key; configs say sgd_momentum, since methods also have a momentum
         schedules = {name.removeprefix("sgd_"): schedule for name, schedule in moving.items()}
         groups = [{**group, **schedules} for group in groups]
     elif is_torch_name("optimizer", config.name):
         build = partial(torch_optimizer, config.name, config.args)
-        optimizer = ScheduledOptimizer(build, settings)
+        optimizer = ScheduledOptimizer(build, settings, constant_options=True)
     else:
         optimizer = classy.build("optimizer", config.name, {"num_epochs": 1, **config.args})
         optimizer.settings = settings

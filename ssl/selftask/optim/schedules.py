@@ -291,9 +291,8 @@ class OneCycle(ScheduleConfig):
         first = start / 25 if self.first is None else self.first
         rise, fall = (schedulers.CosineParamScheduler(*p) for p in ((first, start), (start, end)))
         share = min(span.fraction(self.rise), 1.0)
-        if not 0.0 < share < 1.0:
-            return rise if share else fall
-        return join([rise, fall], [share, 1.0 - share])
+        alone = {0.0: fall, 1.0: rise}.get(share)
+        return alone or join([rise, fall], [share, 1.0 - share])
 
 
 @register_schedule("wsd")

@@ -71,7 +71,7 @@ def _restart(task: Task, guard: NonFiniteGuard, checkpoint: str) -> None:
     task.averages.clear()  # of weights after the checkpoint
     task.history.load_state_dict({})  # the repeated steps write their rows again
     for name in _BUILT:  # before they are built anew, since both may not fit into memory
-        vars(task).pop(name, None)
+        task.__dict__.pop(name, None)
     task.saved, task.resume_from = None, checkpoint
     task.added_hooks["non_finite"] = guard
     task.prepare()

@@ -96,7 +96,7 @@ class Writer(Hook):
 
     def release(self) -> None:
         self._end(failed=True)
-        vars(self).pop("alive", None)  # a task that returns to a checkpoint opens it again
+        self.__dict__.pop("alive", None)  # a task that returns to a checkpoint opens it again
 
     def _begin(self, task: Task) -> None:
         if not hasattr(self, "alive"):
