@@ -8,8 +8,9 @@ same small ResNet with the same head, crop, flip and color changes, batch size, 
 schedule, in float32. lightly's parts are in a loop such as those of its examples. Only what each
 library makes itself differs: decoding, views, order of images, heads, loss, teacher and queue.
 
-selftask evaluates both backbones, with the same images. Prints k-NN and linear accuracy of each
-run, their means, and the mean difference with its 95 % interval by Student's t (Welch).
+selftask evaluates both backbones, raw pixels and the untrained network, with the same images.
+Prints k-NN and linear accuracy of each run, their means, and the mean difference with its 95 %
+interval by Student's t (Welch).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from lightly.data import LightlyDataset
 from lightly.transforms import SimCLRTransform
 from scipy import stats
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
@@ -95,7 +97,7 @@ def train_selftask(method: str, seed: int, args: argparse.Namespace, out: Path) 
     return selftask.load(str(out / "run"))
 
 
-def train_lightly(method: str, seed: int, args: argparse.Namespace) -> torch.nn.Module:
+def train_lightly(method: str, seed: int, args: argparse.Namespace) -> nn.Module:
     """Return the backbone that a loop with lightly's parts has trained."""
     torch.manual_seed(seed)
     transform = SimCLRTransform(input_size=32, cj_strength=0.5, gaussian_blur=0.0)
@@ -152,6 +154,12 @@ def main() -> None:
             ours, theirs = [], []
             for seed in range(args.seeds):
                 model = train_selftask(method, seed, args, Path(scratch) / f"{method}_{seed}")
+                if not ours and method == args.methods[0]:
+                    untrained = SmallResNetConfig(width=WIDTH).build().eval()
+                    for name, network in (("raw pixels", nn.Flatten()), ("untrained", untrained)):
+                        print(
+                            f"{name}: {accuracies(Model(network, model.facts), args)}", flush=True
+                        )
                 ours.append(accuracies(model, args))
                 network = train_lightly(method, seed, args)
                 theirs.append(accuracies(Model(network, model.facts), args))

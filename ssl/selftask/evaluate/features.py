@@ -218,7 +218,7 @@ def collect(batches: Iterable[Features]) -> Features:
 def iterate_features(
     backbone: nn.Module, batches: Iterable[Batch], *, device: torch.device | str
 ) -> Iterator[Features]:
-    """Yield the features of each batch on the CPU.
+    """Yield the features of each batch, float32 on the CPU; they may be NaN or infinite.
 
     The backbone is in eval mode until the iterator ends. If the device runs out of memory, the
     backbone runs on parts of a batch.
@@ -227,6 +227,9 @@ def iterate_features(
         backbone: Images (B, C, H, W) -> features (B, E).
         batches: Batches, of which the first view is used.
         device: Device of the backbone.
+
+    Raises:
+        UserError: At the first batch, if the backbone does not accept the size of the images.
     """
     run = InChunks(lambda images: (backbone(images).float().cpu(),), "images")
     dtype = next((p.dtype for p in backbone.parameters()), torch.float32)

@@ -45,7 +45,7 @@ class SegmentationOptions(HeadOptions):
     """Options of segmentation."""
 
     ignore: list[int] = setting([255], min=0, max=65535)
-    """Indices of pixels that do not count."""
+    """Values in the masks whose pixels do not count, such as 255."""
 
 
 @register_evaluation("segmentation")

@@ -53,7 +53,11 @@ class EVA(BlockMaskedPatches):
         """Backbone whose features of patches are predicted, such as CLIP's vision tower."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Open the teacher, and build a network whose head has the teacher's width."""
+        """Open the teacher, and build a network whose head has the teacher's width.
+
+        Raises:
+            UserError: If the teacher has no patches.
+        """
         trained = self.open_trained("teacher", task)
         self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")
         self.out_dim = trained.width

@@ -61,6 +61,9 @@ class MILAN(KeptPatches):
         """Open the teacher, and build the network with MAE's initialization.
 
         A backbone that ``init`` loads keeps its weights.
+
+        Raises:
+            UserError: If the teacher has no patches, class token or attention weights.
         """
         grid = adapter_of(backbone).built_grid
         self.num_kept(grid)

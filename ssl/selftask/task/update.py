@@ -10,9 +10,11 @@ from selftask.hooks.base import Task
 
 
 def forward(task: Task, batch: Batch) -> None:
-    """Compute output and loss of a batch; call ``on_forward`` and ``on_loss_and_meter``.
+    """Set ``output``, ``local_loss`` and ``loss`` of a batch by a forward pass.
 
-    ``task.last_batch`` must be this batch, since hooks read it.
+    ``local_loss`` has this rank's graph; ``loss`` is the mean over ranks, without one, so every
+    rank must call this function. Hooks are called at ``on_forward`` and ``on_loss_and_meter``; they
+    read ``task.last_batch``, which must be this batch. Meters are updated in a test phase.
     """
     with task.autocast():
         batch.output = task.model(batch.input)
@@ -22,7 +24,7 @@ def forward(task: Task, batch: Batch) -> None:
 
 
 def record_loss(task: Task, batch: Batch) -> None:
-    """Average the loss over ranks, update the meters and call ``on_loss_and_meter``."""
+    """Set ``batch.loss``, the mean over ranks; update the meters, call ``on_loss_and_meter``."""
     batch.loss = all_reduce_mean(batch.local_loss.detach())
     task.update_meters(batch)
     task.run_hooks("on_loss_and_meter")

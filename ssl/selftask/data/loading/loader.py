@@ -134,7 +134,8 @@ class EvalBatches:
     """Batches of this rank's contiguous part of a dataset, in order.
 
     ``input`` of a batch is the first view. Samples without views (unreadable images of an
-    EvalDataset) are skipped, so use ``index`` to identify samples.
+    EvalDataset) are skipped and recorded, so use ``index`` to identify samples. Iterating raises
+    UserError if more images are unreadable than ``bad_files`` allows.
     """
 
     def __init__(

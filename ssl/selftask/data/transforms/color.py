@@ -132,8 +132,9 @@ class Grayscale(RandomlyApplied):
 class GaussianBlur(UniformTransform):
     """Blur with a Gaussian of random sigma, with probability p.
 
-    The kernel size is computed from sigma, as in Pillow's filter, which the code of MoCo, BYOL and
-    DINO uses. Pillow approximates the Gaussian by box filters.
+    The kernel size is computed from sigma, as in Pillow's filter, which the code of MoCo and DINO
+    uses; Pillow approximates the Gaussian by box filters. BYOL's code has a kernel of a tenth of
+    the image's height, for every sigma.
     """
 
     num_uniforms: ClassVar[int] = 2

@@ -82,7 +82,7 @@ class MaskFolder:
         root: Folder with ``images`` and ``masks``.
         source: Source of the images below ``root/images``, or of some of them.
         key: Config key of the folder, for messages.
-        ignore: Indices of pixels that do not count.
+        ignore: Values in the masks whose pixels do not count.
         table: Name of each index; None if any index is a class.
 
     Attributes:

@@ -58,7 +58,10 @@ class PatchTeacher(Frozen):
 
 @torch.no_grad()
 def patches_on_grid(features: Features, grid: Grid | None) -> Tensor:
-    """Return the patches of features, (B, h * w, D), interpolated to ``grid`` if theirs differs."""
+    """Return the patches of features, float32 (B, h * w, D), interpolated to ``grid`` (h, w).
+
+    ``grid`` may be None only if the features have no grid, such as those of some own backbones.
+    """
     patches = to_float32(features.patches)
     if features.tokens.grid == grid:
         return patches

@@ -44,7 +44,10 @@ class ByClass:
         return float(self.confusion.trace() / max(1, self.confusion.sum()))
 
     def mistakes(self, number: int) -> list[tuple[int, int]]:
-        """Return the wrong predictions for images of a class with counts, most frequent first."""
+        """Return the classes wrongly predicted for class ``number``, the most frequent first.
+
+        Each is a pair of the predicted class and the number of images.
+        """
         row = self.confusion[number].copy()
         row[number] = 0
         order = np.argsort(-row, kind="stable")

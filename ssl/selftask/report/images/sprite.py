@@ -106,9 +106,10 @@ def thumbnail(image: np.ndarray, side: int) -> np.ndarray:
 
 
 def encode(pixels: np.ndarray, budget: int) -> str:
-    """Encode an image (H, W, 3) as a data URI of at most ``budget`` characters.
+    """Encode an image, uint8 (H, W, 3), as a data URI of at most ``budget`` characters.
 
-    If necessary, the quality is reduced first, then the resolution.
+    A side longer than WebP allows is reduced to that. If the text is too long, the quality is
+    reduced, and last the resolution.
 
     Raises:
         ValueError: If even the smallest version is too large.
