@@ -21,7 +21,8 @@ def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) 
     Args:
         world: Rank and size of this process.
         device: Selects the backend: NCCL for CUDA, XCCL for XPU, else gloo.
-        timeout_s: Time limit of a collective, in seconds; after it, waiting ranks raise an error.
+        timeout_s: Time limit of connecting and of each collective, in seconds. After it, a waiting
+            rank raises an error with gloo; NCCL ends its process.
 
     Raises:
         UserError: If the ranks cannot connect to each other.

@@ -153,10 +153,10 @@ def _from_mpi(rank: str, size: str, local_rank: str, local_size: str) -> World:
 
 
 def launch_name(launcher: str) -> str:
-    """Return a name that is unique to this launch and shared by its ranks on this machine.
+    """Return a name that the ranks of this launch share on this machine, and no other launch has.
 
-    srun and Open MPI name their launches. For other launchers, whose children are the ranks, it is
-    the process id of the launcher.
+    srun numbers its launches within a job, so the names of two jobs may be equal; Open MPI names
+    them. For other launchers, whose children are the ranks, it is ``child of PID``.
     """
     variable = {"slurm": "SLURM_STEP_ID", "mpi": "PMIX_NAMESPACE"}.get(launcher, "")
     return os.environ.get(variable) or f"child of {os.getppid()}"

@@ -30,8 +30,8 @@ class MixedResolution(Hook):
     The network then serves images of several sizes, as after the high-resolution stage of DINOv3
     (arXiv:2508.10104, section 5.1). The draw depends on the seed and the number of the batch only:
     all ranks have the same size, also after a resume. The loader makes views in the size of
-    ``views``, at least the largest of ``sizes``; they are reduced on the device, bicubic and
-    antialiased. ``selftask plan`` counts the sizes of ``views``.
+    ``views``, which must be at least the largest of ``sizes``; they are reduced to squares on the
+    device, bicubic and antialiased. ``selftask plan`` counts the sizes of ``views``.
     """
 
     priority: ClassVar[int] = 35  # before mixup, whose shares are numbers of pixels

@@ -75,7 +75,7 @@ def _set_statistics(model: nn.Module, inputs: Iterator[Tensor], number: int) -> 
     """Set BatchNorm's statistics to those of the inputs of all ranks.
 
     Args:
-        model: Module to modify in place.
+        model: Module to modify in place; BatchNorm remains in train mode.
         inputs: Batches of images of this rank.
         number: Number of batches on this rank.
     """

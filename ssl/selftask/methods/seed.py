@@ -79,7 +79,7 @@ def seed_loss(
     temperature: float,
     teacher_temperature: float,
 ) -> Tensor:
-    """Return the cross-entropy of teacher's and student's similarities to the same candidates.
+    """Return the cross-entropy of the student's similarities with the teacher's as targets.
 
     Candidates are the teacher's features of the image itself and those in the queue (eq. 4).
 

@@ -291,8 +291,7 @@ class OneCycle(ScheduleConfig):
         first = start / 25 if self.first is None else self.first
         rise, fall = (schedulers.CosineParamScheduler(*p) for p in ((first, start), (start, end)))
         share = min(span.fraction(self.rise), 1.0)
-        alone = {0.0: fall, 1.0: rise}.get(share)
-        return alone or join([rise, fall], [share, 1.0 - share])
+        return {0.0: fall, 1.0: rise}.get(share) or join([rise, fall], [share, 1.0 - share])
 
 
 @register_schedule("wsd")

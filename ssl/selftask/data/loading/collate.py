@@ -205,7 +205,11 @@ class BatchBuffer:
         self._others: dict[int, set[tuple[int, ...]]] = {}  # view -> its shapes, if they differ
 
     def add(self, views: list[np.ndarray]) -> None:
-        """Copy a sample's views (H, W, C) into ``next``, except those already written there."""
+        """Copy a sample's views (H, W, C) into ``next``, except those already written there.
+
+        A view that is not uint8, or of another shape than the first sample's, is not copied but
+        reported by ``problem``.
+        """
         if not self.views:
             self.views = [self.new((self._size, *view.shape), np.uint8) for view in views]
             self.next = [view[0] for view in self.views]

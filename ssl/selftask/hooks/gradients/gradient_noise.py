@@ -57,7 +57,7 @@ class GradientNoise(Hook):
         self.handles = [p.register_hook(self._add) for p in updated_parameters(task)]
 
     def _add(self, grad: Tensor) -> None:
-        """Add the squared norm of a part's gradient, which is scaled like the loss."""
+        """Add the squared norm of a parameter's gradient on one batch, with the loss's scale."""
         self.square += grad.detach().float().square().sum()
 
     def on_backward(self, task: Task) -> None:

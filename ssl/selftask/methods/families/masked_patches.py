@@ -82,6 +82,8 @@ class MaskedPatches(Method):
 class MaskedNetwork(Network):
     """Backbone in which a trained token replaces hidden patches, followed by a head.
 
+    It takes images (B, C, H, W) and a mask (B, h, w) or (B, N), True for hidden patches.
+
     Args:
         backbone: Backbone with ``"tokens"`` in its ``offers``.
         head: Patches (B, N, E) -> predictions.

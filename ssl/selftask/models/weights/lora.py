@@ -145,7 +145,10 @@ def _lists(layer: Any) -> Iterable[Any]:
 
 
 def _merge(layer: Any) -> None:
-    """Merge the adapter of a layer; torch's function would also change the class of its copies."""
+    """Merge the adapter of a layer.
+
+    torch's ``remove_parametrizations`` would edit the class, which deep copies of the layer share.
+    """
     merged_weights = {
         name: nn.Parameter(getattr(layer, name), weights.original.requires_grad)
         for name, weights in layer.parametrizations.items()

@@ -24,8 +24,8 @@ class Weights:
 def trained_on(run: Path) -> dict[str, Any] | None:
     """Return the fingerprint of the training images in the newest checkpoint of a run.
 
-    See ``data.fingerprint``. Only images are compared, so its entry ``tokenizer`` is None. The result is None if there is no checkpoint, or if it is
-    sharded, damaged or has no fingerprint.
+    See ``data.fingerprint``. Only images are compared, so its entry ``tokenizer`` is None. The
+    result is None if there is no checkpoint, or if it is sharded, damaged or has no fingerprint.
     """
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     if newest is None or newest.is_dir():
