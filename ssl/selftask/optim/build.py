@@ -101,18 +101,25 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
                     f"optimizer.groups or optimizer.layer_decay put {now!r} where the checkpoint "
                     f"has {before!r}; keep them, or start from its weights by init.backbone"
                 )
-        built = [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
+        constants = self._constants
         super().set_classy_state(state)
-        for group, options in zip(self._groups, built, strict=True):
-            group.update(options if self.constant_options else {})
+        for group, options in zip(self.optimizer.param_groups, constants, strict=True):
+            group.update(options)
         for parameter, values in self.optimizer.state.items():
             for name, value in values.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     values[name] = _in_memory_format_of(parameter, value)
 
     @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+    def _constants(self) -> list[dict[str, Any]]:
+        """Options of each group that neither a schedule nor the optimizer changes."""
+        if not self.constant_options:
+            return [{} for _ in self.optimizer.param_groups]
+        groups = zip(self.optimizer.param_groups, self._param_group_schedulers, strict=True)
+        return [
+            {name: value for name, value in group.items() if name not in {"params", *scheduled}}
+            for group, scheduled in groups
+        ]
 
     @property
     def _names(self) -> list[str]:
