@@ -128,6 +128,13 @@ def test_scores_survive_a_line_of_json() -> None:
     assert unpacked_scores(None) is None
 
 
+@pytest.mark.parametrize("number", [256, 257, 65_536, 65_537])
+def test_any_number_of_distinct_scores_survives(number: int) -> None:
+    scores = DRAWS.permutation(number) / number
+    unpacked = unpacked_scores(packed_scores(scores))
+    assert unpacked is not None and np.array_equal(unpacked, scores)
+
+
 def test_layers_are_a_table() -> None:
     """In the order of the layers, with intervals where there are any."""
     row = {"knn_top1_layer10": 0.5, "knn_top1_layer10_low": 0.4, "knn_top1_layer10_high": 0.6}

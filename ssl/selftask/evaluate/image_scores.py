@@ -34,13 +34,11 @@ def content_digest(source: Source) -> str:
 def packed_scores(scores: np.ndarray) -> dict[str, Any]:
     """Return scores (N,) as plain values: the distinct scores, and each image's index into them.
 
-    Indices have 8 bits, or 16 if there are more than 256 distinct scores; there may be 65,536 at
-    most. They are compressed by zlib and encoded in base64. 50,000 images that are right or wrong
-    take about 10 kB.
+    Indices have 8, 16 or 32 bits, whatever the number of distinct scores needs. They are compressed
+    by zlib and encoded in base64. 50,000 images that are right or wrong take about 10 kB.
     """
     values, numbers = np.unique(scores, return_inverse=True)
-    kind = np.uint8 if len(values) <= 256 else np.uint16
-    packed = zlib.compress(numbers.astype(np.dtype(kind).newbyteorder("<")).tobytes(), 9)
+    packed = zlib.compress(numbers.astype(_index_type(len(values))).tobytes(), 9)
     return {
         "images": len(scores),
         "values": values.tolist(),
@@ -55,9 +53,14 @@ def unpacked_scores(packed: Any) -> np.ndarray | None:
         values = np.asarray(values, dtype=np.float64)
         if not 0 < count <= _MOST_IMAGES or values.ndim != 1 or not (abs(values) <= _LARGEST).all():
             return None
-        kind = np.dtype(np.uint8 if len(values) <= 256 else "<u2")
+        kind = _index_type(len(values))
         size = count * kind.itemsize
         content = zlib.decompressobj().decompress(base64.b64decode(numbers), size + 1)
         return values[np.frombuffer(content, kind)] if len(content) == size else None
     except (KeyError, TypeError, ValueError, IndexError, zlib.error, binascii.Error):
         return None  # a run may come from somebody else
+
+
+def _index_type(num_values: int) -> np.dtype[Any]:
+    """Return the smallest type of indices into so many values."""
+    return np.dtype("u1" if num_values <= 1 << 8 else "<u2" if num_values <= 1 << 16 else "<u4")
