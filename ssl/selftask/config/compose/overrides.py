@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +26,7 @@ from selftask.files.paths import exists, expand_user
 
 MAX_KEY = 300  # characters
 _QUOTES = "a value with special characters goes in quotes inside quotes: 'key=\"value\"'"
+_SPECIAL = re.compile(r"[\\()\[\]{}:=,]")  # to escape in keys of a mapping, as in `classy:NAME`
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,9 @@ def parse_value(text: str, key: Key) -> hydra_types.Override | None:
 def format_value(value: Any) -> str:
     """Format a plain value for ``key=value``, with every string in quotes."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {format_value(v)}" for key, v in value.items()) + "}"
+        keys = (_SPECIAL.sub(r"\\\g<0>", str(key)) for key in value)
+        pairs = zip(keys, map(format_value, value.values()), strict=True)
+        return "{" + ", ".join(f"{key}: {text}" for key, text in pairs) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(format_value, value)) + "]"
     if isinstance(value, str):
