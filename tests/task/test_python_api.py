@@ -81,7 +81,7 @@ def test_wrong_objects_and_settings_are_named(tmp_path: Path) -> None:
         selftask.train(Path("simclr/digts"))
     with pytest.raises(UserError, match="expected an iterable with a length"):
         selftask.create_task("simclr", batches=iter([]))
-    with pytest.raises(UserError, match="batches: a Tensor is no batch; give float views"):
+    with pytest.raises(UserError, match=r"a Tensor is no batch \(number 0\); give float views"):
         selftask.create_task("simclr", batches=[torch.zeros(4, 3, 8, 8, dtype=torch.uint8)])
     with pytest.raises(UserError, match="MoCo has no option 'queue'; did you mean 'queue_size'"):
         selftask.Learner("moco", torch.nn.Flatten(), steps=1, batch_size=4, queue=8)

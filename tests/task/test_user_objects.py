@@ -15,9 +15,12 @@ from torch.utils.data import DataLoader, Dataset
 
 import selftask
 import tiny
+from selftask.api.batches import _moved, as_batch
 from selftask.api.trainer import Trainer
 from selftask.api.training import Run
+from selftask.batch import Batch, Draws, Extras
 from selftask.errors import UserError
+from selftask.methods.moco import MoCo
 from selftask.models.dropout import draw_per_sample
 from selftask.random.keyed import LAYER_DRAWS
 
@@ -77,6 +80,82 @@ def test_batches_that_end_before_their_length_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="epoch 0 ended after 2 batches, and their length is 3"):
         for _ in task.steps():
             pass
+
+
+@pytest.mark.parametrize("item", [5, None, "x", torch.zeros(3, 8, 8), torch.tensor(0.5), [1, 2]])
+def test_what_is_no_batch_is_told_with_its_number(item: Any) -> None:
+    with pytest.raises(UserError, match=rf"a {type(item).__name__} is no batch \(number 7\); give"):
+        as_batch(item, 7, 4)
+
+
+def test_random_numbers_of_the_caller_stay_the_same(tmp_path: Path) -> None:
+    """The first batch is read here, of a DataLoader that shuffles."""
+    words: dict[str, Any] = {"backbone": network(), "out": tmp_path}
+    before = torch.get_rng_state()
+    selftask.create_task("simclr", batches=DataLoader(Pairs(), 16, shuffle=True), **words)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def batch_of_ones_own() -> Batch:
+    """With every field that holds tensors of the data."""
+    size = torch.zeros(4, 2)
+    draws = Draws(matrix=torch.zeros(4, 2, 3), image_size=size, params={"crop": size})
+    return Batch(
+        views={"main": [torch.zeros(4, 3, 8, 8)]},
+        labels=torch.zeros(4, dtype=torch.long),
+        index=torch.arange(4),
+        key=torch.zeros(4, 2, dtype=torch.long),
+        extras=Extras(caption=torch.zeros(4, 5)),
+        draws={"main": [draws]},
+        drawn={"method": [torch.zeros(4)]},
+    )
+
+
+def test_a_batch_of_ones_own_is_on_the_device_except_for_its_key() -> None:
+    """The device "meta" stands for a GPU."""
+    moved = _moved(batch_of_ones_own(), torch.device("meta"))
+    (draws,) = moved.draws["main"]
+    tensors = [*moved.views["main"], moved.labels, moved.index, *moved.drawn["method"]]
+    tensors += [moved.extras["caption"], draws.matrix, draws.image_size, draws.params["crop"]]
+    assert all(tensor.is_meta for tensor in tensors) and not moved.key.is_meta
+    with pytest.raises(UserError, match="no 'depth' in addition to image and label"):
+        moved.extras["depth"]
+
+
+def test_a_batch_of_ones_own_keeps_no_results() -> None:
+    """A list of them is read again in the next epoch, which draws its own masks."""
+    own = batch_of_ones_own()
+    own.drawn.clear()
+    batch = as_batch(own, 9, 4)
+    batch.drawn["method"], batch["teacher"], batch.added_terms["x"] = 1, 2, torch.tensor(3.0)
+    batch.local_loss = torch.tensor(1.0)
+    assert (batch.number, batch.epoch, own.number, own.epoch) == (9, 2, 0, 0)
+    assert (own.drawn, own.added, own.added_terms, own.terms) == ({}, {}, {}, {})
+    assert batch.views["main"][0] is own.views["main"][0]
+
+
+def test_settings_without_effect_are_refused() -> None:
+    method = MoCo(MoCo.Config(queue_size=64))
+    with pytest.raises(UserError, match=r"temperature: .*give them to MoCo\.Config"):
+        selftask.Learner(method, network(), steps=4, batch_size=16, temperature=1.0)
+    with pytest.raises(UserError, match="num_images at least batch_size"):
+        selftask.Learner("moco", network(), steps=4, batch_size=16, num_images=8)
+    with pytest.raises(UserError, match="weights and trust are for a model by its name"):
+        selftask.Predictor(selftask.Model(network(), {"embed_dim": 8}), weights="none")
+    batches = [[torch.randn(8, 3, 8, 8)] * 2]
+    for key in ("data", "data.val"):
+        with pytest.raises(UserError, match=rf"{key}: has no effect with batches"):
+            selftask.create_task("simclr", batches=batches, **{key: "digits"})
+
+
+def test_the_classifier_of_a_predictor_is_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(self: selftask.Predictor, module: Any) -> selftask.Model:
+        self.head = nn.Linear(8, 2)
+        return selftask.Model(network(), {"embed_dim": 8})
+
+    monkeypatch.setattr(selftask.Predictor, "_open", opened)
+    head = selftask.Predictor("run", device="meta").head
+    assert head is not None and next(head.parameters()).is_meta
 
 
 def test_a_learner_can_be_copied_and_saved_between_steps() -> None:

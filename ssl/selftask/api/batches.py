@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from selftask.batch import Batch
+from selftask.batch import Batch, Draws, Extras
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
 from selftask.data.reading.class_numbers import NO_LABEL
@@ -36,7 +38,8 @@ def first_batch(batches: Any) -> Batch:
     """
     if not hasattr(batches, "__len__") or len(batches) == 0:
         raise UserError("batches: expected an iterable with a length, the batches of an epoch")
-    return as_batch(next(iter(batches)), 0, 1)
+    with _Generators(seed=0).in_use():  # those of the caller stay the same
+        return as_batch(next(iter(batches)), 0, 1)
 
 
 def settings_of(first: Batch) -> dict[str, Any]:
@@ -59,9 +62,10 @@ def settings_of(first: Batch) -> dict[str, Any]:
 def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
     """Return a ``Batch`` of this rank, made from a tensor, views or (views, labels).
 
-    If the last element is a vector of integers, it is taken as the labels. A ``Batch`` is returned
-    itself, with its ``number`` and ``epoch`` set. Other items get the indices that follow those of
-    the previous batches of the epoch, if all ranks have batches of the same size.
+    If the last element is a vector of integers, it is taken as the labels. A ``Batch`` is copied,
+    with the same tensors, so that the user's object keeps no results of a step. Other items get the
+    indices that follow those of the previous batches of the epoch, if all ranks have batches of the
+    same size.
 
     Args:
         item: Item of the user's iterable: a ``Batch``; a view (B, C, H, W), a list of views or a
@@ -74,21 +78,22 @@ def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
     """
     epoch, position = divmod(number, batches_per_epoch)
     if isinstance(item, Batch):
-        item.number, item.epoch = number, epoch
-        return item
-    labels = None
+        results = {name: dict(getattr(item, name)) for name in ("drawn", "added", "added_terms")}
+        return replace(item, number=number, epoch=epoch, **results)
+    kind, labels = type(item).__name__, None
     if isinstance(item, list | tuple) and len(item) > 1 and _are_labels(item[-1]):
         *item, labels = item
         item = item[0] if len(item) == 1 else item
     groups = item if isinstance(item, Mapping) else {"main": item}
-    views = {name: [v] if isinstance(v, Tensor) else list(v) for name, v in groups.items()}
+    views = {
+        name: [v] if isinstance(v, Tensor) or not isinstance(v, Iterable) else list(v)
+        for name, v in groups.items()
+    }
     every = [view for group in views.values() for view in group]
-    if not every or not all(
-        isinstance(view, Tensor) and view.is_floating_point() for view in every
-    ):
+    if not every or not all(map(_is_view, every)):
         raise UserError(
-            f"batches: a {type(item).__name__} is no batch; give float views (B, C, H, W), a list "
-            "of them, (views, labels), or a selftask.batch.Batch"
+            f"batches: a {kind} is no batch (number {number}); give float views (B, C, H, W), a "
+            "list of them, (views, labels), or a selftask.batch.Batch"
         )
     size, device = len(every[0]), every[0].device
     start = (position * world_size() + rank()) * size
@@ -101,6 +106,10 @@ def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
         number=number,
         epoch=epoch,
     )
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point()
 
 
 def _are_labels(value: Any) -> bool:
@@ -230,14 +239,19 @@ class _Generators:
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:
-    """Move the views, labels and index of a batch to a device, in place; return the batch."""
-    if device.type != "cpu":
-        batch.views = {
-            k: [v.to(device, non_blocking=True) for v in group] for k, group in batch.views.items()
-        }
-        for name in ("labels", "index"):
-            setattr(batch, name, getattr(batch, name).to(device, non_blocking=True))
-    return batch
+    """Return the batch on a device; its key stays on the CPU, where draws are looked up."""
+
+    def moved(value: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+
+    if device.type == "cpu":
+        return batch
+    fields = {name: moved(getattr(batch, name)) for name in ("views", "labels", "index", "drawn")}
+    draws = {
+        name: [Draws(**moved(vars(draws))) for draws in group]
+        for name, group in batch.draws.items()
+    }
+    return replace(batch, **fields, extras=Extras(moved(dict(batch.extras))), draws=draws)
 
 
 class _Count(Source):

@@ -76,7 +76,12 @@ class Learner(nn.Module):
                 f"{type(loss).__name__} acts before each epoch (on_phase_start), and a "
                 "Learner has no epochs; train it with selftask.train"
             )
-        samples = num_images or steps * batch_size
+        samples = steps * batch_size if num_images is None else num_images
+        if min(steps, batch_size) < 1 or samples < batch_size:
+            raise UserError(
+                f"Learner: steps={steps}, batch_size={batch_size}, num_images={num_images}: steps "
+                "and batch_size must be at least 1, and num_images at least batch_size"
+            )
         length = RunLength(num_samples=samples, batch_size=batch_size, max_steps=steps)
         self._task = _TaskOfLearner(length, channels, seed)
         backbone = with_embed_dim(backbone, type(backbone).__name__, channels)
@@ -185,6 +190,11 @@ class _TaskOfLearner:
 def _build(method: str | Method | type[Method], options: dict[str, Any]) -> Any:
     """Return the method object; raise UserError for an unknown name or option."""
     if isinstance(method, Method):
+        if options:
+            raise UserError(
+                f"Learner: {', '.join(options)}: the method is an object, which has its own "
+                f"options; give them to {type(method).__name__}.Config"
+            )
         return method
     kind = METHODS[method] if isinstance(method, str) else method
     names = [field.name for field in dataclasses.fields(kind.Config)]

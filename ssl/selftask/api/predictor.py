@@ -96,10 +96,15 @@ class Predictor:
     ) -> None:
         self.head: nn.Module | None = None
         self.classes: Sequence[str] | None = None
-        if not isinstance(model, Model):
+        if isinstance(model, Model):
+            if weights is not None or trust:
+                raise UserError("Predictor: weights and trust are for a model by its name")
+        else:
             model = self._open(FrozenModule(model=str(model), weights=weights, trust=trust))
         self.model = model.to(device)
         self.device = torch.device(device)
+        if self.head is not None:
+            self.head.to(self.device)
         self.k = k
         self._paths: list[str] = []
         if neighbors is not None:

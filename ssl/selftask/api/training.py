@@ -128,6 +128,8 @@ def create_task(
         check_not_moved(str(recipe), config)
         task = TASKS[config.task](config, sources=open_data(config.data), backbone=backbone)
     else:
+        if unused := sorted(key for key in settings if key.partition(".")[0] == "data"):
+            raise UserError(f"{unused[0]}: has no effect with batches, which are the only images")
         first = first_batch(batches)
         config = load_config(str(recipe), overrides({**settings_of(first), **settings}))
         config.notes.clear()  # on the views, which come with the batches
