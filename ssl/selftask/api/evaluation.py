@@ -60,7 +60,8 @@ def evaluate(
     """
     check_known(name, EVALUATIONS, f"no evaluation named {name!r}")
     named = {"data": data, "data.val": data_val}
-    plain = {key: settings.pop(key) for key in OTHERS if key in settings}
+    given = {key: settings.pop(key, None) for key in OTHERS}
+    plain = {key: value for key, value in given.items() if value is not None}
     words = overrides({k: v for k, v in named.items() if v is not None} | settings)
     words += [
         f"{key}={str(value).lower() if key == 'trust' else value}" for key, value in plain.items()

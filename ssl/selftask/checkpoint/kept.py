@@ -15,6 +15,7 @@ from typing import Any
 from selftask.checkpoint import rotation
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.errors import UserError
+from selftask.files.addresses import is_remote
 from selftask.files.received import read_json
 from selftask.files.replace import write_durably
 
@@ -108,6 +109,8 @@ def named_checkpoint(address: str) -> Path | None:
     run, separator, which = address.rpartition("@")
     if not separator or not (which == "best" or which.isdecimal()) or Path(address).exists():
         return None
+    if is_remote(run):
+        raise UserError(f"{address}: only checkpoints of a local run can be named; copy the run")
     folder = Path(run).expanduser() / "checkpoints"
     by_step = {step_of(path): path for path in checkpoints(folder)}
     if which == "best":

@@ -30,7 +30,7 @@ from selftask.checkpoint.mirror import local_run
 from selftask.checkpoint.nested import check_plain
 from selftask.checkpoint.rotation import MANIFEST, NAME, checkpoints, clear
 from selftask.distributed.collectives import gather_objects, world_size
-from selftask.errors import UserError
+from selftask.errors import UserError, explained
 from selftask.files.addresses import fetch
 from selftask.files.paths import is_file
 from selftask.files.received import UnreadableFile, check_regular, read_bytes
@@ -144,6 +144,12 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
         ) from error
     except (DamagedCheckpoint, OSError) as error:
         raise UserError(f"resume={resume}: cannot be read ({error})") from error
+
+
+def load_named(path: Path, read: Read) -> dict[str, Any]:
+    """Return ``read(path)`` for a checkpoint that the user names; UserError if it is damaged."""
+    with explained(f"{path}: is damaged", DamagedCheckpoint):
+        return read(path)
 
 
 def load_with(entries: Mapping[str, type], path: Path, read: Read | None = None) -> dict[str, Any]:

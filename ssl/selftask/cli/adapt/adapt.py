@@ -273,7 +273,7 @@ def conclude(config: Config) -> None:
     else:
         from selftask.cli.model import export
 
-        export.main([f"{config.out_folder}@best"])
+        export.main([f"{config.out_folder}@best", "trust=true"])  # its code has just trained it
         print(
             f"adapt: the features are best at step {best}, better than at the start; later ones "
             "are worse; export/ has those of that step"

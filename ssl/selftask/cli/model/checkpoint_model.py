@@ -12,7 +12,6 @@ from selftask.cli.model.load_model import Frozen, open_frozen
 from selftask.cli.options import take
 from selftask.config.compose.overrides import import_plugins
 from selftask.config.trust import take_trust
-from selftask.errors import explained
 from selftask.files.paths import expand_user
 
 
@@ -50,11 +49,8 @@ def open_checkpoint(checkpoint: Path, overrides: list[str]) -> Frozen:
     average, words = take("weights", overrides)
     _, trust = take_trust(words)
     run = checkpoint.parent.parent
-    from selftask.checkpoint.manifest import DamagedCheckpoint
-
     with tempfile.TemporaryDirectory() as folder:
-        with explained(f"{checkpoint}: is damaged", DamagedCheckpoint):
-            exported = export_run(
-                run, Path(folder), trust=trust, average=Average(average), checkpoint=checkpoint
-            )
+        exported = export_run(
+            run, Path(folder), trust=trust, average=Average(average), checkpoint=checkpoint
+        )
         return open_frozen(str(run), words, export=exported, name=str(checkpoint))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -94,6 +92,7 @@ def main(argv: list[str]) -> int:
     try:
         if exists(run / "config.yaml"):
             _check_options_of_run(address, weights, prefix)
+            _check_average(average, to, checkpoint)
             out = out or f"{address}/export"
             kwargs: Any = {"trust": trust, "average": average, "checkpoint": checkpoint}
             write_to = partial(export_run, run, to=to, **kwargs)
@@ -104,7 +103,10 @@ def main(argv: list[str]) -> int:
         assert out is not None, "_open has refused None"
         with output_folder(out) as folder:
             path = write_to(folder)
-            path = path if name is None else rename_by_hash(path, name)
+            if name is not None:
+                from selftask.models.weights.export import rename_by_hash
+
+                path = rename_by_hash(path, name)
     except OSError as error:
         raise UserError(f"export: {error}; --out DIR writes to another folder") from error
     print(f"{out}/{path.name}" if is_remote(out) else path)
@@ -120,6 +122,14 @@ def _check_options_of_run(run: str, weights: str | None, prefix: str | None) -> 
         )
     if prefix is not None:
         raise UserError(f"prefix={prefix}: {run} is a run, and has one backbone")
+
+
+def _check_average(average: Average, to: str, checkpoint: Path | None) -> None:
+    """Raise UserError for an average that would not be written."""
+    if to == "checkpoint" and average != Average():
+        raise UserError("export: --to checkpoint has all weights; leave --weights, --average out")
+    if average.checkpoints is not None and checkpoint is not None:
+        raise UserError(f"export: --average takes the newest checkpoints, not {checkpoint.stem}")
 
 
 def _check_options_of_model(model: str, to: str, average: Average) -> None:
@@ -211,7 +221,7 @@ def export_run(
     loaded = (
         store.load_newest(run / "checkpoints", read)
         if checkpoint is None
-        else (read(checkpoint), checkpoint)
+        else (store.load_named(checkpoint, read), checkpoint)
     )
     if loaded is None:
         raise UserError(f"{run}: has no checkpoint yet")
@@ -249,6 +259,7 @@ def _backbone_weights(
     run: Path, state: dict[str, Any], average: Average, read: Callable[[Path], dict[str, Any]]
 ) -> tuple[Any, str | None]:
     """Return the weights of the backbone or of its average, and the average in words, or None."""
+    from selftask.checkpoint import store
     from selftask.models.weights.averages import kept_average, mean_backbone
     from selftask.models.weights.read import backbone_state
 
@@ -256,7 +267,8 @@ def _backbone_weights(
         return kept_average(state, average.kept), average.kept
     if average.checkpoints is not None:
         paths = _newest(run, average.checkpoints)
-        return mean_backbone(map(read, paths)), f"mean of {', '.join(path.stem for path in paths)}"
+        states = (store.load_named(path, read) for path in paths)
+        return mean_backbone(states), f"mean of {', '.join(path.stem for path in paths)}"
     return backbone_state(state), None
 
 
@@ -340,19 +352,6 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
             print(f"warning: AutoImageProcessor of this folder: {problem}", file=sys.stderr)
         return save_huggingface(backbone, folder, config)
     return save_foreign(backbone, folder, to) if to in FOREIGN else path
-
-
-def rename_by_hash(weights: Path, name: str) -> Path:
-    """Rename an exported file and its companions to ``NAME-HASH``; return its new path.
-
-    The hash is the first 8 hexadecimal digits of the SHA-256 of ``weights``, as in torch.hub.
-    """
-    from selftask.models.weights.export import META, SAFETENSORS
-
-    stem = f"{name}-{hashlib.sha256(weights.read_bytes()).hexdigest()[:8]}"
-    for kind in (SAFETENSORS, META):
-        os.replace(weights.with_name(kind), weights.with_name(stem + Path(kind).suffix))
-    return weights.replace(weights.with_name(stem + weights.suffix))
 
 
 def _newest(run: Path, number: int) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from selftask.errors import UserError
 from selftask.files.paths import exists, expand_user
 
 RECIPE = "supervised/finetune"
+_FILE = re.compile(r"\.(pt|pth|bin|ckpt|torch|safetensors)$")  # a run may be called `lr_0.5`
 USAGE = f"""\
 usage: selftask finetune RUN_OR_MODEL [data=DIR data.val=DIR] [key=value ...]
 
@@ -105,7 +107,7 @@ def start_settings(
     return {
         "backbone": {"name": architecture["name"], **architecture["args"]},
         "init.backbone": {PRETRAINED: address, NONE: None}.get(weights, weights),
-        "out": f"runs/{command}_{Path(address.rpartition(':')[2]).stem}",
+        "out": f"runs/{command}_{_FILE.sub('', Path(address.rpartition(':')[2]).name)}",
     }
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from selftask.config.schema import Config
     from selftask.data.loading.open_data import Sources
 
-_IMAGES = {"data", "data.name", "data.path", "data.pattern", "data.dataset"}
+IMAGES = {"data", "data.name", "data.path", "data.pattern", "data.dataset"}
 SHIPPED = "base/evaluate.yaml"  # recipe for models that are not from a run
 MODEL = """\
 RUN_OR_MODEL  a run's folder (its export, or without one its newest checkpoint), the folder of a
@@ -185,7 +185,7 @@ def without_old_val(words: list[str]) -> list[str]:
     Returns:
         The words, preceded by words that remove the validation sets if necessary.
     """
-    if _IMAGES.isdisjoint(word.partition("=")[0] for word in words):
+    if IMAGES.isdisjoint(word.partition("=")[0] for word in words):
         return words
     return ["data.val=null", "data.val_sets=null", *words]  # later words may set them
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.evaluate_words import check_words
+from selftask.cli.model.load_model import IMAGES
 from selftask.cli.options import needs_first, take
 from selftask.config.schema import Config
 from selftask.config.trust import TRUST, refuse_addresses, take_trust
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
     check_words(
         "test", words, ("train.batch_size", "train.precision"), ("method", "meters", "views")
     )
-    words = [f"data.val={w[5:]}" if w.startswith("data=") else w for w in words]
+    words = [f"data.val{w[4:]}" if w.partition("=")[0] in IMAGES else w for w in words]
 
     from selftask.checkpoint.rotation import checkpoints
     from selftask.config.load import load_config

@@ -53,13 +53,13 @@ class Request:
         images, the run's validation sets are dropped.
         """
         asked = ", ".join(f"{name}: {{}}" for name in evaluations)
-        of_evaluations = {word for word in self.words if word.partition(".")[0] in self.evaluations}
+        of_evaluations = [word for word in self.words if word.partition(".")[0] in self.evaluations]
         rest = [word for word in self.words if word not in of_evaluations]
         named = [f"eval.evaluations={{{asked}}}"]
         return [
             *named,
             *without_old_val(rest),
-            *(f"eval.evaluations.{word}" for word in sorted(of_evaluations)),
+            *(f"eval.evaluations.{word}" for word in of_evaluations),
         ]
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,3 +170,14 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     with replacing(path) as temporary:
         write(temporary)
         sync(temporary)
+
+
+def rename_by_hash(weights: Path, name: str) -> Path:
+    """Rename an exported file and its companions to ``NAME-HASH``; return its new path.
+
+    The hash is the first 8 hexadecimal digits of the SHA-256 of ``weights``, as in torch.hub.
+    """
+    stem = f"{name}-{hashlib.sha256(weights.read_bytes()).hexdigest()[:8]}"
+    for kind in (SAFETENSORS, META):
+        os.replace(weights.with_name(kind), weights.with_name(stem + Path(kind).suffix))
+    return weights.replace(weights.with_name(stem + weights.suffix))
