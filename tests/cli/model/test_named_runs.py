@@ -128,8 +128,8 @@ def test_the_best_weights_of_a_backbone_of_ones_own_are_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``adapt`` has just trained it; asking for ``trust=true`` at the end would be too late."""
-    for step, score in enumerate((0.1, 0.3, 0.2)):
-        append_row(tmp_path / "metrics.jsonl", {"step": step, "knn_top1": score})
+    for step, value in enumerate((0.1, 0.3, 0.2)):
+        append_row(tmp_path / "metrics.jsonl", {"step": step, "knn_top1": value})
     write_json(tmp_path / "status.json", {"state": "finished"})
     exported: list[Any] = []
     monkeypatch.setattr(export, "main", exported.append)
