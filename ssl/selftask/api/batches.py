@@ -78,8 +78,9 @@ def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
     """
     epoch, position = divmod(number, batches_per_epoch)
     if isinstance(item, Batch):
-        results = {name: dict(getattr(item, name)) for name in ("drawn", "added", "added_terms")}
-        return replace(item, number=number, epoch=epoch, **results)
+        own = ("drawn", "added", "added_terms")  # results of a step
+        copies: dict[str, Any] = {name: dict(getattr(item, name)) for name in own}
+        return replace(item, number=number, epoch=epoch, **copies)
     kind, labels = type(item).__name__, None
     if isinstance(item, list | tuple) and len(item) > 1 and _are_labels(item[-1]):
         *item, labels = item
