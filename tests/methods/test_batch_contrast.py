@@ -189,6 +189,16 @@ def test_uniformity_is_lowest_for_images_in_opposite_directions() -> None:
     assert terms["uniformity"].item() == pytest.approx(-16.0)
 
 
+def test_hard_negatives_at_a_low_temperature_do_not_overflow() -> None:
+    """exp(beta / tau) is beyond float32 here; float64 has it."""
+    first, second = _pair(0, 6, 5)
+    options = {"same_class": 0.1, "hardness": 10.0, "num_negatives": 10, "temperature": 0.07}
+    expected = hcl_loss(first, second, **options)
+    assert hcl_loss(first.float(), second.float(), **options).item() == pytest.approx(
+        expected.item(), rel=1e-4
+    )
+
+
 def test_views_in_one_place_give_zero_gradients_and_no_nan() -> None:
     same = torch.ones(2, 4, 5, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(alignment(same, power=1.0), same)

@@ -92,8 +92,8 @@ def hcl_loss(
     pull, others = (positive / temperature).exp(), negative / temperature  # (2B,), (2B, 2BW)
     hidden = others.isinf()
     others = others.masked_fill(hidden, 0.0)
-    weights = (hardness * others).exp().masked_fill(hidden, 0.0)
-    biased = num_negatives * (weights * others.exp()).sum(1) / weights.sum(1)
+    weights = (hardness * others).masked_fill(hidden, -torch.inf).softmax(dim=1)  # no overflow
+    biased = num_negatives * (weights * others.exp()).sum(dim=1)
     true = (biased - same_class * num_negatives * pull) / (1 - same_class)
     least = num_negatives * math.exp(-1 / temperature)  # of opposite directions
     return -torch.log(pull / (pull + true.clamp(min=least))).mean()
