@@ -163,6 +163,19 @@ def test_autocast_rounds_nothing() -> None:
         assert loss_of(method, output.float()).item() == plain.item()
 
 
+def test_autocast_rounds_no_score_of_a_teacher() -> None:
+    """A student learns the cosines that SwAV itself computes."""
+    method = _method().float()
+    head = method.build_head(8)
+    state = {"model": {f"head.{name}": value for name, value in head.state_dict().items()}}
+    state["method"] = {f"prototypes.{k}": v for k, v in method.prototypes.state_dict().items()}
+    scores = method.load_scores(8, state).head.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        features = _random(7, 8).float()
+        expected = method.scores(scores[0](features))
+        assert torch.equal(scores(features), expected)
+
+
 def test_prototypes_wait_and_then_stay_on_the_sphere() -> None:
     task = MiniTask("swav", SMALL)
     weight = task.loss.prototypes.weight

@@ -190,5 +190,19 @@ class PrototypeLayer(Method):
         head = self.build_head(embed_dim)
         load_part(head, checkpoint, part)
         load_part(self.prototypes, checkpoint, "method.prototypes")
-        scores = nn.Sequential(head, UnitLength(), self.prototypes)
+        scores = CosineScores(head, UnitLength(), self.prototypes)
         return Scores(scores, temperature, targets, power=self.config.power)
+
+
+class CosineScores(nn.Sequential):
+    """A head, ``UnitLength``, and prototypes, which are applied in full precision as in training.
+
+    Scores in bfloat16 have three digits, and are divided by small temperatures.
+    """
+
+    def forward(self, features: Tensor) -> Tensor:
+        head, unit_length, prototypes = self
+        units = unit_length(head(features))
+        with torch.autocast(units.device.type, enabled=False):
+            scores: Tensor = prototypes(units)
+        return scores
