@@ -189,6 +189,16 @@ def _task(sizes: tuple[int, ...] = (9, 9, 6), **config: Any) -> MiniTask:
     return task
 
 
+def test_local_views_of_several_sizes() -> None:
+    """A view's scores do not depend on the sizes of the other views."""
+    several, one = _task((9, 9, 6, 3, 6)), _task((9, 9, 6))
+    one.views = several.views[:3]
+    together, alone = (task.forward(torch.arange(4)).output for task in (several, one))
+    assert together.prediction.images.shape == (5, 4, 5)
+    assert torch.allclose(together.prediction.images[:3], alone.prediction.images, atol=1e-12)
+    assert several.run(1).losses
+
+
 def test_about_half_of_the_views_are_masked_by_a_tenth_to_a_half() -> None:
     method = _method()
     key = torch.stack([torch.zeros(400, dtype=torch.long), torch.arange(400)], dim=1)

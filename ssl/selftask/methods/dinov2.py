@@ -341,12 +341,22 @@ class DINOv2Network(Network):
             mask=masks.mask if inputs.is_student else None,
             mask_token=self.mask_token if inputs.is_student else None,
         )
-        pooled = features.pooled  # (2 * B, E)
-        if num_local:
-            pooled = torch.cat([pooled, self.extract(inputs.local_views).pooled])  # (V * B, E)
+        local = [self.extract(views).pooled for views in by_size(inputs.local_views)]
+        pooled = torch.cat([features.pooled, *local])  # (V * B, E)
         masked = features.patches.flatten(0, 1)[masks.indices]  # (M, E)
         images = self.head(pooled).unflatten(0, (NUM_GLOBAL + num_local, -1))
         return PatchOutput(Predictions(images, self.patch_head(masked)), features, masks.mask)
+
+
+def by_size(views: list[Tensor]) -> list[list[Tensor]]:
+    """Divide views (B, C, H, W) into runs of consecutive views of one size."""
+    runs: list[list[Tensor]] = []
+    for view in views:
+        if runs and runs[-1][0].shape == view.shape:
+            runs[-1].append(view)
+        else:
+            runs.append([view])
+    return runs
 
 
 @in_full_precision
