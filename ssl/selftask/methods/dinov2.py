@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -341,22 +342,12 @@ class DINOv2Network(Network):
             mask=masks.mask if inputs.is_student else None,
             mask_token=self.mask_token if inputs.is_student else None,
         )
-        local = [self.extract(views).pooled for views in by_size(inputs.local_views)]
+        runs = groupby(inputs.local_views, key=lambda view: view.shape)  # a pass for each size
+        local = [self.extract(list(views)).pooled for _, views in runs]
         pooled = torch.cat([features.pooled, *local])  # (V * B, E)
         masked = features.patches.flatten(0, 1)[masks.indices]  # (M, E)
         images = self.head(pooled).unflatten(0, (NUM_GLOBAL + num_local, -1))
         return PatchOutput(Predictions(images, self.patch_head(masked)), features, masks.mask)
-
-
-def by_size(views: list[Tensor]) -> list[list[Tensor]]:
-    """Divide views (B, C, H, W) into runs of consecutive views of one size."""
-    runs: list[list[Tensor]] = []
-    for view in views:
-        if runs and runs[-1][0].shape == view.shape:
-            runs[-1].append(view)
-        else:
-            runs.append([view])
-    return runs
 
 
 @in_full_precision

@@ -204,5 +204,5 @@ class CosineScores(nn.Sequential):
         head, unit_length, prototypes = self
         units = unit_length(head(features))
         with torch.autocast(units.device.type, enabled=False):
-            scores: Tensor = prototypes(units)
+            scores: Tensor = prototypes(to_float32(units))
         return scores
