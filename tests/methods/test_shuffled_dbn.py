@@ -50,6 +50,21 @@ def test_features_of_small_variance_are_white_by_default() -> None:
     assert torch.cov(white[0].T, correction=0).diagonal().min() > 0.9
 
 
+@pytest.mark.parametrize("scale", [1.0, 10.0, 1000.0])
+@pytest.mark.parametrize("rank", [1, 2, 8, 31])
+def test_singular_covariances_are_finite_in_float32(rank: int, scale: float) -> None:
+    """Of fewer images than features, or features in few directions: Cholesky gave NaN."""
+    for seed in range(4):
+        few = draw(seed, 2, 1 + rank, 64)
+        for rows in (few, draw(seed, 2, 128, rank) @ few[0, :rank]):
+            features = (scale * rows.float()).requires_grad_()
+            white = whiten_groups(features, torch.arange(64)[None], epsilon=1e-6)
+            (white[0] * white[1]).sum().backward()
+            assert white.isfinite().all()
+            assert features.grad is not None
+            assert features.grad.isfinite().all()
+
+
 def test_features_are_grouped_in_another_order_at_each_step() -> None:
     config = {"out_dim": 12, "hidden_dim": 7, "group_width": 3}
     task = MiniTask("shuffled_dbn", config)

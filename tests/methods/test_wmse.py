@@ -63,6 +63,10 @@ def test_white_features_have_the_identity_as_covariance_and_collapsed_ones_are_f
     whiten(collapsed, 1e-4).square().sum().backward()
     assert collapsed.grad is not None
     assert collapsed.grad.isfinite().all()
+    for seed in range(4):  # long features in one direction, in float32
+        assert (
+            whiten(1000 * (draw(seed, 128, 1) @ draw(seed, 1, 64)).float(), 1e-4).isfinite().all()
+        )
 
 
 def test_orders_are_permutations_that_change() -> None:

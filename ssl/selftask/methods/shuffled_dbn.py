@@ -18,7 +18,7 @@ from selftask.config.fields import setting
 from selftask.distributed.collectives import sum_with_grad, world_size
 from selftask.methods.base import Method, Task
 from selftask.models.heads import mlp
-from selftask.models.losses.polar import inverse_root
+from selftask.models.losses.polar import inverse_root, rounding_of
 from selftask.models.precision import in_full_precision
 from selftask.random.keyed import batch_uniform
 from selftask.registry import register_method
@@ -112,5 +112,6 @@ def whiten_groups(features: Tensor, groups: Tensor, *, epsilon: float) -> Tensor
     centered = grouped - sum_with_grad(grouped.sum(dim=2, keepdim=True)) / num_images
     covariance = sum_with_grad(centered.mT @ centered) / num_images
     identity = torch.eye(groups.shape[1], dtype=features.dtype, device=features.device)
-    white = centered @ inverse_root(covariance + epsilon * identity)
+    added = epsilon + rounding_of(covariance)  # rounding may exceed epsilon
+    white = centered @ inverse_root(covariance + added * identity)
     return white.transpose(1, 2).flatten(2)

@@ -20,6 +20,7 @@ from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_cat_with_grad, world_size
 from selftask.methods.base import Method, Task
 from selftask.models.heads import mlp
+from selftask.models.losses.polar import rounding_of
 from selftask.models.precision import in_full_precision
 from selftask.random.keyed import batch_uniform
 from selftask.registry import register_method
@@ -141,5 +142,6 @@ def whiten(features: Tensor, shrinkage: float) -> Tensor:
     centered = features - features.mean(dim=-2, keepdim=True)
     covariance = centered.mT @ centered / (features.shape[-2] - 1)
     identity = torch.eye(features.shape[-1], dtype=features.dtype, device=features.device)
-    factor = torch.linalg.cholesky_ex(covariance.lerp(identity, shrinkage)).L
+    shrunk = covariance.lerp(identity, shrinkage) + rounding_of(covariance) * identity
+    factor = torch.linalg.cholesky_ex(shrunk).L
     return torch.linalg.solve_triangular(factor, centered.mT, upper=False).mT

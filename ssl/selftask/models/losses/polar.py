@@ -27,6 +27,15 @@ def inverse_root(matrices: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(root, polar_factor(root), upper=True)
 
 
+def rounding_of(matrices: Tensor) -> Tensor:
+    """Return the trace times the machine epsilon (..., 1, 1), without gradient.
+
+    Added to the diagonal of a singular covariance matrix, it keeps the Cholesky factor finite.
+    """
+    trace = matrices.detach().diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+    return torch.finfo(matrices.dtype).eps * trace[..., None, None]
+
+
 def polar_factor(matrices: Tensor) -> Tensor:
     """Return U @ V.T of the singular value decomposition U @ S @ V.T.
 
