@@ -194,6 +194,7 @@ def test_sixteen_chunks_need_a_quarter_of_the_memory() -> None:
 def test_unsuitable_methods_and_sizes_are_refused(tmp_path: Path) -> None:
     for method, more, message in (
         ("dinov2", [], "train.step: 'grad_cache' divides the network's output.*dinov2"),
+        ("nepa", [], "train.step: 'grad_cache' divides the network's output.*nepa"),
         ("simclr", ["train.batch_size=8"], r"train\.step\.chunks: 16; train\.batch_size=8 has"),
         (
             "simclr",

@@ -38,7 +38,7 @@ class NEPA(Method):
 
     paper = "Xu et al., Next-Embedding Prediction Makes Strong Vision Learners, arXiv 2025"
     loss_reduction = "samples"
-    sample_dim = 0
+    sample_dim = None  # the prediction is a pair, and only one of it has a gradient
     views = 1
     requires = ("attention",)
 
