@@ -17,6 +17,7 @@ from selftask.methods.vibcreg import (
     newton_inverse_root,
     variance_correlation,
 )
+from selftask.task.second_pass import second_pass
 
 # ML4ITS/vibcreg for seeds 0 and 500: covariance, variance; of solo-learn: loss, gradients
 TERMS = [
@@ -111,6 +112,17 @@ def test_iter_norm_on_two_ranks_is_that_of_one() -> None:
         torch.testing.assert_close(parts, expected, rtol=1e-10, atol=1e-12)
     for results in ranks:
         torch.testing.assert_close(results[2:], averages, rtol=1e-10, atol=1e-12)
+
+
+def test_a_second_pass_in_a_step_does_not_move_the_averages() -> None:
+    norm, features = IterNorm(6, 3).double(), draw(1, 8, 6)
+    norm(features)
+    averages = [norm.running_mean.clone(), norm.running_whitening.clone()]
+    with second_pass(norm):
+        norm(2 * features)
+    torch.testing.assert_close(
+        [norm.running_mean, norm.running_whitening], averages, rtol=0, atol=0
+    )
 
 
 def test_groups_that_do_not_fit_are_refused() -> None:

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from selftask.models.features.sparse import VISIBLE
@@ -83,7 +82,7 @@ def _statistics(block: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in block.modules()
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats
+        if module.training and getattr(module, "running_mean", None) is not None
     ]
 
 
