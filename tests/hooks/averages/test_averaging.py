@@ -201,3 +201,25 @@ def test_contradictions_are_told_before_training(folder: Path) -> None:
     assert "hooks.ema.half_life: decay is given too" in str(raised.value)
     assert "hooks.ema.alpha: decay is given too" in str(raised.value)
     assert "hooks.ema.export: only one average can be exported" in str(raised.value)
+
+
+@pytest.mark.parametrize("buffers", ["copy", "average"])
+def test_buffers_may_be_another_at_a_resume(folder: Path, buffers: str) -> None:
+    before = {"copy": "average", "average": "copy"}[buffers]
+    out = f"another_{buffers}"
+    train(folder, out, f"hooks.ema.buffers={before}", "train.stop_at=5")
+    resumed = train(folder, out, f"hooks.ema.buffers={buffers}")
+    average = resumed.named_hooks["ema"]
+    assert average.updates == resumed.length.total_steps
+    assert any("running_mean" in name for name in average.weights) == (buffers == "average")
+
+
+def test_swa_does_not_miss_a_skipped_step(folder: Path) -> None:
+    """Its only point is at the last step, which is skipped: the weights are those before it."""
+    last = "hooks.swa={start: 100%, export: true}"
+    fault = "hooks.fault_injection={kind: nan_gradient, at: 10}"
+    task = train(folder, "skipped", last, fault, "train.on_nan=skip")
+    assert task.clock.skipped == 1
+    assert task.named_hooks["swa"].updates == 1
+    for name, value in task.base_model.named_parameters():
+        assert torch.equal(task.named_hooks["swa"].weights[name], value), name

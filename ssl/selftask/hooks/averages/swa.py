@@ -32,9 +32,18 @@ class StochasticWeightAverage(WeightAverage):
         super().on_start(task)
         self.first = max(1, self.step_of(self.start, task))
         self.period = max(1, steps_in(self.every, task.length))
+        self.seen = task.steps_done
 
     def on_update(self, task: Task) -> None:
-        step = task.steps_done + 1
+        self._add_if_due(task, task.steps_done + 1)
+
+    def on_step(self, task: Task) -> None:
+        """Add the weights also if the step that is due was skipped; they are those before it."""
+        if task.train and self.seen < task.steps_done:
+            self._add_if_due(task, task.steps_done)
+
+    def _add_if_due(self, task: Task, step: int) -> None:
+        self.seen = step
         if step < self.first or (step - self.first) % self.period:
             return
         if not self.weights:

@@ -70,7 +70,7 @@ class WeightAverage(Hook):
         return step
 
     def _begin(self, task: Task, values: dict[str, Tensor] | None = None) -> None:
-        """Start the average from ``values``, or from the network's weights."""
+        """Start the average from ``values``, and from the network for what they lack."""
         network = task.base_model
         parameters: dict[str, Tensor] = dict(network.named_parameters())
         saved = network.state_dict().keys()  # some buffers are not saved
@@ -78,10 +78,11 @@ class WeightAverage(Hook):
         averaged = {name: b for name, b in buffers if name in saved and b.is_floating_point()}
         current = {**parameters, **averaged}
         self.weights = {
-            name: value.detach().to(
-                "cpu" if self.device == "cpu" else current[name].device, copy=True
-            )
-            for name, value in (values or current).items()
+            name: (values or {})
+            .get(name, now)  # ``buffers`` may have been another
+            .detach()
+            .to("cpu" if self.device == "cpu" else now.device, copy=True)
+            for name, now in current.items()
         }
         self.averaged_buffers = list(averaged)
         self.pairs = [  # (average, network); parameters may be sharded, buffers are not
