@@ -27,6 +27,7 @@ from selftask.optim.gradients import (
     whole_norms,
 )
 from selftask.task import Task
+from selftask.task.frozen import FrozenParameters
 from selftask.task.loop import train_loop
 
 SHAPES = [(4, 3), (2, 3, 2, 2), (4,), (), (3, 2)]
@@ -222,7 +223,7 @@ def test_noise_of_known_gradients() -> None:
 
 def test_the_noise_hook_takes_the_norms_of_the_parts() -> None:
     """Two accumulated batches under a loss scale of 8, beside gradients taken one by one."""
-    layer = nn.Linear(3, 2).double()
+    layer, frozen = nn.Linear(3, 2).double(), nn.Parameter(torch.ones(2, dtype=torch.float64))
     batches = [torch.randn(4, 3, dtype=torch.float64) for _ in range(2)]
     logged: dict[str, float] = {}
     task: Any = SimpleNamespace(
@@ -230,7 +231,9 @@ def test_the_noise_hook_takes_the_norms_of_the_parts() -> None:
         should_log=True,
         batches_left=5,
         device=torch.device("cpu"),
-        optimizer=SimpleNamespace(param_groups=[{"params": list(layer.parameters())}]),
+        optimizer=SimpleNamespace(param_groups=[{"params": [*layer.parameters(), frozen]}]),
+        frozen=FrozenParameters([(10, frozen)]),  # has gradients in the parts, not in the step
+        steps_done=0,
         grad_scaler=SimpleNamespace(get_scale=lambda: 8.0),
         length=SimpleNamespace(batch_size=4),
         log=logged.__setitem__,
@@ -239,7 +242,8 @@ def test_the_noise_hook_takes_the_norms_of_the_parts() -> None:
     hook.on_start(task)
     hook.before_step(task)
     for batch in batches:
-        (8.0 * 0.5 * layer(batch).square().mean()).backward()
+        (8.0 * 0.5 * (layer(batch) * frozen).square().mean()).backward()
+    task.frozen.drop_gradients(0)
     for parameter in layer.parameters():
         parameter.grad /= 8.0  # unscaled
     hook.on_backward(task)

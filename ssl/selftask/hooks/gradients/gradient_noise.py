@@ -54,7 +54,9 @@ class GradientNoise(Hook):
             return
         self.square = torch.zeros((), device=task.device)  # summed over the parts of this rank
         self.parts = min(task.config.train.accumulate, task.batches_left)
-        self.handles = [p.register_hook(self._add) for p in updated_parameters(task)]
+        frozen = task.frozen.now(task.steps_done)  # no part of the step's gradient
+        trained = [p for p in updated_parameters(task) if p not in frozen]
+        self.handles = [p.register_hook(self._add) for p in trained]
 
     def _add(self, grad: Tensor) -> None:
         """Add the squared norm of a parameter's gradient on one batch, with the loss's scale."""
@@ -84,6 +86,10 @@ class GradientNoise(Hook):
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+
+    def release(self) -> None:
+        if hasattr(self, "handles"):
+            self._stop()
 
     def state_dict(self) -> dict[str, Any]:
         return {"means": list(getattr(self, "means", (0.0, 0.0)))}
