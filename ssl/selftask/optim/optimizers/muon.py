@@ -74,6 +74,13 @@ class Muon(torch.optim.Optimizer):
             if any(group["params"] for group in groups):
                 self._parts.append(kind(groups, **options))
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the states; AdamW's fused step needs its number of steps on the device."""
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            if "step" in state:
+                state["step"] = state["step"].to(parameter.device)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters by both optimizers, with the settings of the common groups.
