@@ -98,3 +98,16 @@ def test_value_and_gradient_are_those_of_the_cosine(tmp_path: Path) -> None:
 def test_what_it_does_not_go_with(word: str) -> None:
     with pytest.raises(ConfigError, match=r"hooks\.preserve\.weight"):
         load_config("dino/digits", [ON, word])
+
+
+def test_the_start_has_the_running_statistics(tmp_path: Path) -> None:
+    """Not those of ``precise_bn``, which are of the new images."""
+    precise = "hooks.precise_bn={batches: 2, batch_size: 8}"
+    task = tiny.task("simclr", tmp_path, "run", ON, precise)
+    task.prepare()
+    before = {name: value.clone() for name, value in task.base_model.backbone.state_dict().items()}
+    task.on_start()
+    task.close()
+    start = task.named_hooks["preserve"].start.state_dict()
+    assert any("running_mean" in name for name in start)
+    assert not tiny.differences(dict(start), before)

@@ -17,6 +17,7 @@ from selftask.hooks.base import Hook, Task
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.features.extract import extract, offers, pooled
 from selftask.models.precision import in_full_precision
+from selftask.models.weights.lora import merged
 from selftask.optim.schedules import build_schedule
 from selftask.registry import register_hook
 
@@ -55,8 +56,8 @@ class Preserve(Hook):
 
     def on_start(self, task: Task) -> None:
         self.weight_at = build_schedule(self.weight, task.length)
-        backbone = task.export_backbone()
-        self.start = deepcopy(backbone).requires_grad_(False).eval()
+        backbone = task.loss.export_backbone(task.base_model)
+        self.start = deepcopy(merged(backbone)).requires_grad_(False).eval()
         if self.loaded:
             self.start.load_state_dict(self.loaded)
         self.has_patches = "dense" in offers(self.start)
