@@ -223,6 +223,36 @@ def test_the_exception_is_there(tmp_path: Path) -> None:
     assert seen == [caught.value]
 
 
+def test_an_interrupted_step_leaves_no_hooks_on_the_backbone(tmp_path: Path) -> None:
+    hooks = ("activations={}", "online_probe={layers: [-1]}", "gradient_noise={}")
+    task = tiny.task(
+        "supervised", tmp_path, "run", *(f"hooks.{hook}" for hook in hooks), "train.log_every=1"
+    )
+    left: list[int] = []
+
+    def count() -> int:
+        modules = task.base_model.backbone.modules()
+        of_modules = sum(len(module._forward_hooks) for module in modules)
+        weights = task.base_model.backbone.parameters()
+        return of_modules + sum(len(weight._backward_hooks or ()) for weight in weights)
+
+    def interrupt(task: Task) -> None:
+        left.append(count())
+        raise KeyboardInterrupt
+
+    task.add_hook(function_hook(on_forward=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        train_loop(task)
+    assert left[0] > count() == 0
+
+
+def test_state_before_the_start(tmp_path: Path) -> None:
+    task = tiny.task("simclr", tmp_path, "run", "hooks.plateau={metric: loss}")
+    task.prepare()
+    assert task.state_dict()["hooks"]["plateau"] == {}
+    task.close()
+
+
 def test_kept_losses_hold_no_other_memory(tmp_path: Path) -> None:
     """F.mse_loss returns a scalar in the memory of all squared differences."""
     kept: list[int] = []

@@ -99,6 +99,8 @@ class Plateau(Hook):
         self.watched.warn_if_missing("no row has it so far, the learning rate stays")
 
     def state_dict(self) -> dict[str, Any]:
+        if not hasattr(self, "scheduler"):
+            return self.loaded
         state = self.scheduler.state_dict()
         kept = {key: state[key] for key in ("best", "num_bad_epochs", "cooldown_counter")}
         return {"scale": self.scale, "scheduler": kept}

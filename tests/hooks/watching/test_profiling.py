@@ -111,6 +111,8 @@ def test_snapshots_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for task.exception in (ValueError(), torch.OutOfMemoryError()):
         hook.on_exception(task)
     assert dumped == ["memory_step_2_rank0.pickle", "memory_full_rank0.pickle"]
+    hook.release()
+    assert recorded[1:] == [{"enabled": None}], "also after an error"
 
 
 @pytest.mark.parametrize("write", ["summary", "both"])
@@ -124,7 +126,7 @@ def test_summaries_on_a_gpu(write: Any, tmp_path: Path, monkeypatch: pytest.Monk
     hook = MemorySnapshot(at_step=2, write=write)
     hook.on_start(task)
     hook.on_step(task)
-    hook.on_end(task)
+    hook.release()
     assert (tmp_path / "profile" / "memory_step_2_rank0.txt").read_text() == "| cuda |\n"
     assert calls == (["record", "dump", "record"] if write == "both" else [])
 

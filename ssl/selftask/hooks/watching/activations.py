@@ -38,7 +38,7 @@ class Activations(Hook):
         if config["train"]["compile"]:
             yield "hooks.activations sees no layers in a compiled model; use train.compile=false"
 
-    def on_start(self, task: Task) -> None:
+    def __post_init__(self) -> None:
         self.handles: list[Any] = []  # of the forward hooks, during a logged step
         self.statistics: dict[str, dict[str, Tensor]] = {}
         self.samples: dict[str, Tensor] = {}  # for histograms
@@ -63,6 +63,9 @@ class Activations(Hook):
 
     def on_step(self, task: Task) -> None:
         """Remove the hooks on layers, also after a skipped step."""
+        self.release()
+
+    def release(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()

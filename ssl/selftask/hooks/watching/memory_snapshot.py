@@ -35,6 +35,9 @@ class MemorySnapshot(Hook):
     write: Literal["snapshot", "summary", "both"] = "snapshot"
     """What to write; ``summary`` alone records nothing and does not slow down steps."""
 
+    def __post_init__(self) -> None:
+        self.is_recording = False
+
     def on_start(self, task: Task) -> None:
         if task.device.type != "cuda":
             raise UserError(
@@ -44,13 +47,15 @@ class MemorySnapshot(Hook):
             )
         if self.write != "summary":
             torch.cuda.memory._record_memory_history(max_entries=self.max_entries)
+            self.is_recording = True
 
     def on_step(self, task: Task) -> None:
         if task.train and task.steps_done == self.at_step:
             self._write(task, f"step_{task.steps_done}")
 
-    def on_end(self, task: Task) -> None:
-        if self.write != "summary":
+    def release(self) -> None:
+        if self.is_recording:
+            self.is_recording = False
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def on_exception(self, task: Task) -> None:

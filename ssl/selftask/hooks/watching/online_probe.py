@@ -162,6 +162,10 @@ class OnlineProbe(Hook):
     def on_step(self, task: Task) -> None:
         self.hidden.stop()  # here, since a skipped step has no update
 
+    def release(self) -> None:
+        if hasattr(self, "hidden"):
+            self.hidden.stop()
+
     def on_end(self, task: Task) -> None:
         if {"ms_probe", "step_s_median"} <= task.history.keys():
             probe_ms = task.history["ms_probe"].median()
