@@ -22,7 +22,9 @@ from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
 from selftask.errors import ConfigError, UserError
 from selftask.hooks.base import function_hook
+from selftask.parallel.reduction import Reduction
 from selftask.random.keyed import uniform
+from selftask.registry import METHODS
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
 
@@ -257,3 +259,24 @@ def test_another_optimizer_keeps_the_keys_of_all(tmp_path: Path, forget_names: N
     section = config.optimizers["critic"]
     assert (section.name, section.lr, section.match) == ("sgd", 0.01, "loss.critic")
     assert "betas" not in section.args
+
+
+def test_shared_parameters_are_reduced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method that keeps a module of the network names its parameters a second time."""
+    registered: list[nn.Parameter] = []
+
+    def setup(self: Any, task: Any) -> None:
+        self.encoder = task.base_model.backbone
+
+    monkeypatch.setattr(METHODS["simclr"], "setup", setup)
+    monkeypatch.setattr(
+        Reduction, "register", lambda self, named: registered.extend(p for _, p in named)
+    )
+    task = tiny.task("simclr", tmp_path, "run")
+    task.prepare()
+    task.close()
+    updated = [p for group in task.optimizer.param_groups for p in group["params"]]
+    assert len(registered) == len(updated)
+    assert set(registered) == set(updated)

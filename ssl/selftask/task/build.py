@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from selftask.models.weights.lora import adapt
 from selftask.models.weights.model_source import load_head, load_init
 from selftask.optim.build import build_optimizer
 from selftask.optim.loss_scaler import LossScaler, NoScaler
-from selftask.optim.param_groups import divide, freeze_for_good
+from selftask.optim.param_groups import divide, freeze_for_good, named_parameters
 from selftask.parallel.blocks import find_blocks
 from selftask.parallel.build import build_reduction, synchronize
 from selftask.parallel.compiled import compile_blocks, compile_calls, compile_function
@@ -176,8 +175,8 @@ def optimizers(task: Task) -> tuple[Any, dict[str, Any]]:
             only=parameters,
             key=dotted(key),
         )
-        named = chain.from_iterable(module.named_parameters(prefix) for prefix, module in modules)
-        reduction.register([(name, p) for name, p in named if p in parameters])
+        named = named_parameters(modules)  # once each, also if the method has the network's modules
+        reduction.register([(one.name, one.value) for one in named if one.value in parameters])
     return built.pop(None), built
 
 
