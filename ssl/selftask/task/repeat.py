@@ -58,6 +58,7 @@ def recover(task: Task, error: NonFiniteLoss) -> None:
     log.warning("%s", error)
     log.warning("going back to step %d, to repeat with a check in each step", begin)
     guard = NonFiniteGuard(policy, until=task.clock.batch, cause=error)
+    guard.dumps = getattr(task.added_hooks.get("non_finite"), "dumps", 0)
     task.rollbacks += policy == "rollback"
     _restart(task, guard, "auto" if saved else asked_checkpoint(task.config))
 

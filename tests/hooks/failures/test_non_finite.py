@@ -20,7 +20,7 @@ from selftask.hooks.base import function_hook
 from selftask.hooks.failures.non_finite import NonFiniteLoss, is_finite
 from selftask.hooks.writers.csv_table import Csv
 from selftask.task import build
-from selftask.task.loop import train_loop
+from selftask.task.loop import Interrupted, train_loop
 from selftask.task.replay import replay
 
 
@@ -185,6 +185,17 @@ def test_a_compiled_run_goes_back(tmp_path: Path) -> None:
     compiled = ("train.compile=model", "train.compile_options.backend=eager")
     text = failure(tmp_path, inject("nan_input", 3), *compiled)
     assert "the loss is nan at step 3 on rank 0: its images are not finite" in text
+
+
+def test_a_resume_after_a_rollback_misses_no_hook(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = ("train.on_nan=rollback", inject("nan_input", 3))
+    with pytest.raises(Interrupted):
+        train_loop(tiny.task("simclr", tmp_path, "run", *more, "train.stop_at=5"))
+    with caplog.at_level("WARNING", logger="selftask"):
+        train_loop(tiny.task("simclr", tmp_path, "run", *more))
+    assert not [text for text in caplog.messages if "non_finite" in text]
 
 
 def test_rollback_leaves_out_the_rest_of_the_window(tmp_path: Path) -> None:

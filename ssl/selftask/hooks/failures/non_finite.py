@@ -135,12 +135,12 @@ class NonFiniteGuard(Hook):
         raise StepSkipped
 
     def state_dict(self) -> dict[str, Any]:
-        if self.policy == "stop":  # ends the run, so that nothing is continued
+        if self.policy != "skip":  # a resume has no such hook
             return {}
         return {"in_row": self.in_row, "dumps": self.dumps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.in_row, self.dumps = state.get("in_row", 0), state.get("dumps", 0)
+        self.in_row, self.dumps = state.get("in_row", 0), state.get("dumps", self.dumps)
 
 
 class Cause(NamedTuple):
