@@ -109,6 +109,15 @@ def test_densities_are_those_of_the_authors(case: int) -> None:
     assert with_empty[10] == with_empty.max()
 
 
+def test_densities_of_equal_images_are_above_zero() -> None:
+    clusters = torch.tensor([0, 0, 1, 1, 2, 2])
+    alone = cluster_densities(torch.zeros(6), torch.arange(6), 6, mean=0.2)
+    torch.testing.assert_close(alone, torch.full((6,), 0.2))
+    distances = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 2.0])
+    some = cluster_densities(distances, clusters, 3, mean=0.2)
+    assert bool((some > 0).all()) and float(some.mean()) == pytest.approx(0.2)
+
+
 def test_prototype_loss_is_that_of_the_paper() -> None:
     """The second half of eq. 11 as loops; an image without a cluster adds nothing."""
     query, prototypes = draw(1, 3, 5), F.normalize(draw(2, 4, 5), dim=1)

@@ -68,6 +68,7 @@ def test_an_unreadable_image_has_no_label() -> None:
     alone = loss_of(method, output[:, :1], index=torch.tensor([3])).item()
     both = loss_of(method, output, index=torch.tensor([3, 5])).item()
     assert both == pytest.approx(alone, rel=1e-12)
+    assert loss_of(method, output[:, :1], index=torch.tensor([5])).item() == 0
 
 
 def test_more_labels_than_images_are_refused() -> None:

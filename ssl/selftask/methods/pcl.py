@@ -204,7 +204,7 @@ def cluster_densities(
 
     phi is the mean distance from the center, divided by ln(size + ``SMOOTHING``). Clusters of fewer
     than two images get the largest phi. Values are clipped to the 10th and 90th percentile, and
-    then scaled to the given mean.
+    then scaled to the given mean; they are above zero.
 
     Args:
         distances: Distance of each image from the center of its cluster, (N,).
@@ -218,7 +218,8 @@ def cluster_densities(
     density = sums / sizes.clamp(min=1) / (sums.new_tensor(SMOOTHING) + sizes).log()
     density = torch.where(sizes > 1, density, density.masked_fill(sizes < 2, 0).max())
     bounds = density.quantile(density.new_tensor([0.1, 0.9]))
-    density = density.clamp(*bounds)
+    smallest = torch.finfo(density.dtype).eps  # clusters of equal images would have zero
+    density = density.clamp(*bounds).clamp(min=smallest)
     return mean * density / density.mean()
 
 

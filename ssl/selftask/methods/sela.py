@@ -116,9 +116,14 @@ class SeLa(Method):
         self.labels.copy_(torch.where(labels > 0, labels - 1, NO_LABEL))
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy of views (V, B, H, K) with their labels, averaged."""
+        """Return the cross-entropy of views (V, B, H, K) with their labels, averaged.
+
+        Images without labels do not count; if no image of this rank has one, the loss is 0.
+        """
         labels = self.labels[:, batch.index].T.expand(len(output), -1, -1)  # (V, B, H)
-        return F.cross_entropy(to_float32(output).flatten(0, 2), labels.flatten())
+        scores = to_float32(output).flatten(0, 2)
+        losses = F.cross_entropy(scores, labels.flatten(), reduction="none")
+        return losses.sum() / (labels != NO_LABEL).sum().clamp(min=1)
 
     @property
     def chance_loss(self) -> float:
