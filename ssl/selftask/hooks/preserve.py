@@ -17,7 +17,6 @@ from selftask.hooks.base import Hook, Task
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.features.extract import extract, offers, pooled
 from selftask.models.precision import in_full_precision
-from selftask.models.weights.lora import merged
 from selftask.optim.schedules import build_schedule
 from selftask.registry import register_hook
 
@@ -56,8 +55,10 @@ class Preserve(Hook):
 
     def on_start(self, task: Task) -> None:
         self.weight_at = build_schedule(self.weight, task.length)
-        backbone = task.loss.export_backbone(task.base_model)
-        self.start = deepcopy(merged(backbone)).requires_grad_(False).eval()
+        # Without the changes of an export: precise_bn has statistics of the new images.
+        changes, task.before_export = task.before_export, []
+        self.start = deepcopy(task.export_backbone()).requires_grad_(False).eval()
+        task.before_export = changes
         if self.loaded:
             self.start.load_state_dict(self.loaded)
         self.has_patches = "dense" in offers(self.start)
