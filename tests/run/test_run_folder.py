@@ -145,7 +145,7 @@ def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ("a_file", "out=a_file: cannot be written to (a_file is a file, or a link to a folder"),
         ("link/run", "out=link/run: cannot be written to (link is a file, or a link to a folder"),
-        ("", "out is empty; give the folder"),
+        (" ", "out is empty; give a folder"),
     ],
 )
 def test_no_folder_to_run_in(

@@ -39,10 +39,8 @@ def locked(out: str, *, first: bool, alone: bool = False) -> Iterator[Path]:
         alone: True if this is the only process, which may remove the folder.
 
     Raises:
-        UserError: If ``out`` is empty, the folder is not writable, or another run has locked it.
+        UserError: If the folder is not writable, or another run has locked it.
     """
-    if not out.strip():
-        raise UserError("out is empty; give the folder of the run, such as out=runs/mine")
     folder = work_folder(out)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

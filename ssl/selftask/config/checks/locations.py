@@ -20,7 +20,7 @@ from selftask.files.paths import is_file, is_folder
 
 def location_problems(config: Config) -> Iterator[Problem]:
     """Yield key and text of each problem of ``out``, ``resume`` and ``init``."""
-    if not config.out:  # as from out=$FOLDER without such a variable
+    if not config.out.strip():  # as from out=$FOLDER without such a variable
         yield ("out",), "out is empty; give a folder, or out=. for the current one"
         return
     try:
