@@ -30,8 +30,8 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
     Args:
         build: Builds the torch optimizer of parameter groups.
         settings: Settings of each parameter, in the order of the groups.
-        constant_options: Whether the optimizer itself changes no option of its groups. Those of the
-            config then replace those of a checkpoint.
+        constant_options: Whether the optimizer itself changes no option of its groups. Options of
+            the config without a schedule then replace those of a checkpoint.
     """
 
     def __init__(

@@ -31,6 +31,7 @@ _PIECE = 1 << 24  # bytes searched at once
 _END = b"\xff\xd9"
 _MARKER = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")  # of a segment, or the end of the image
 _JPEG_SPACES = ("YCbCr", "RGB", "Gray")  # other color spaces are left to Pillow
+_SHORT = 65_536  # bytes that are searched faster than the first scan is found
 _MAY_BE_TURNED = (b"Exif\0\0", b"tiff:Orientation")  # markers of blocks that hold an orientation
 
 
@@ -116,7 +117,7 @@ def _decode_jpeg(data: bytes) -> np.ndarray | None:
         pixels: np.ndarray = simplejpeg.decode_jpeg(data, "RGB")
     except ValueError:
         return None
-    head = data[: _first_scan(data)]
+    head = data if len(data) <= _SHORT else data[: _first_scan(data)]
     if any(mark in head for mark in _MAY_BE_TURNED):
         with Image.open(io.BytesIO(data)) as image:
             pixels = upright(pixels, orientation(image))
