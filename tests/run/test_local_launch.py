@@ -66,6 +66,23 @@ def test_a_signal_while_the_ranks_start_reaches_all(monkeypatch: pytest.MonkeyPa
     assert [process.returncode for process in ranks.processes] == [-signal.SIGTERM] * 2
 
 
+LISTENS = """
+import os, socket, sys
+if os.environ["RANK"] == "0":
+    server = socket.socket(fileno=int(os.environ["SELFTASK_LISTEN_FD"]))
+    server.accept()[0].sendall(b"rank 0")
+else:
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    sys.exit(socket.create_connection(address, timeout=30).recv(6) != b"rank 0")
+"""
+
+
+def test_the_port_of_rank_0_is_open_before_the_ranks_start() -> None:
+    """Otherwise another process could take it while rank 0 imports torch."""
+    ranks = Ranks([sys.executable, "-c", LISTENS], 2)
+    assert ranks.wait() == 0
+
+
 @pytest.mark.parametrize(("out", "has_time"), [("run", False), ("memory://run", True)])
 def test_rank_0_has_time_to_upload_its_last_checkpoint(
     out: str, has_time: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from selftask.distributed.world import INIT_FILE, World
+from selftask.distributed.world import INIT_FILE, LISTEN_FD, World
 from selftask.errors import UserError
 
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
@@ -33,6 +33,7 @@ def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) 
     meeting = "env://" if world.master is None else "tcp://{}:{}".format(*world.master)
     if world.master is None and INIT_FILE in os.environ:
         meeting = f"file://{Path(os.environ[INIT_FILE]).absolute()}"
+    server = _listen()  # kept alive until the process group's store shares it
     try:
         dist.init_process_group(
             backend,
@@ -48,6 +49,24 @@ def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) 
             f"{_place(world)}: {str(error).splitlines()[0]}; if the port is taken, set "
             f"MASTER_PORT, or another {INIT_FILE}"
         ) from error
+    del server
+
+
+def _listen() -> dist.TCPStore | None:
+    """Return a store on the socket that the parent process has opened for rank 0, if any.
+
+    While it exists, ``env://`` uses its server and does not open the port.
+    """
+    if LISTEN_FD not in os.environ:
+        return None
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=int(os.environ.pop(LISTEN_FD)),  # each can be used once
+    )
 
 
 def _place(world: World) -> str:

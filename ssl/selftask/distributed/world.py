@@ -19,6 +19,7 @@ STOP_SIGNALS = (
     *(signal.SIGUSR1, signal.SIGUSR2),  # before the time limit: `sbatch --signal`, submitit
 )
 INIT_FILE = "SELFTASK_INIT_FILE"  # a new file that all ranks see, in place of MASTER_ADDR
+LISTEN_FD = "SELFTASK_LISTEN_FD"  # rank 0's file descriptor of a socket that listens at MASTER_PORT
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _MPI_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below Linux's ephemeral ports

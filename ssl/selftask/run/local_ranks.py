@@ -21,7 +21,7 @@ from typing import Any
 from selftask.checkpoint.mirror import upload_files
 from selftask.config.schema import Config
 from selftask.distributed.out_of_memory import ADVICE, OutOfMemoryKills
-from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
+from selftask.distributed.world import LISTEN_FD, STOP_SIGNALS, is_ignored, read_world
 from selftask.errors import UserError, describe_exit
 from selftask.files.addresses import is_remote
 from selftask.logs import announce
@@ -31,6 +31,7 @@ from selftask.report.at_end import write_end_page
 from selftask.run.run_folder import check_free
 from selftask.run.status import Status
 
+_HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1  # see prctl(2)
 _ENDED_WELL = ("finished", "interrupted", "requeued")
 GRACE_S = 20.0  # after the first failure; the other ranks usually exit within seconds
@@ -148,17 +149,22 @@ class Ranks(Children):
         self.grace_s = grace_s
         self.first_failed: int | None = None
         self.kills = OutOfMemoryKills()
-        shared = {
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "SELFTASK_LAUNCHER": "selftask",
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-            # By default torch prints a C++ stack for each connection that a dying rank breaks.
-        }
-        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-        self.start(command, [{**os.environ, **shared, **rank} for rank in ranks])
+        with socket.create_server((_HOST, 0), backlog=count) as listening:
+            shared = {
+                "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(count),
+                "MASTER_ADDR": _HOST,
+                "MASTER_PORT": str(listening.getsockname()[1]),
+                "SELFTASK_LAUNCHER": "selftask",
+                "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+                # By default torch prints a C++ stack for each connection that a dying rank breaks.
+            }
+            ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+            environments = [{**os.environ, **shared, **rank} for rank in ranks]
+            # Rank 0 gets the open port: another process could take a free one until it listens.
+            environments[0][LISTEN_FD] = str(listening.fileno())
+            self.start(command, environments[:1], pass_fds=[listening.fileno()])
+            self.start(command, environments[1:])
 
     def wait(self) -> int:
         """Wait for all ranks; kill those that are still running ``grace_s`` after a failure.
@@ -277,10 +283,3 @@ def end_with() -> Callable[[], None] | None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     return arrange
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import torchvision
 from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
@@ -184,6 +185,20 @@ def test_cifar_stem_keeps_the_size() -> None:
 def test_zero_init_residual_makes_blocks_identities() -> None:
     backbone = _build("resnet18", zero_init_residual=True)
     assert float(backbone.layer1[0].bn2.weight.detach().abs().max()) == 0
+
+
+def test_a_small_resnet_is_that_of_strided_convolutions() -> None:
+    """Its thin shortcuts avoid oneDNN's strided backward pass, which corrupts memory."""
+    torch.manual_seed(0)
+    block = _build("small_resnet", width=4, blocks=1).stages[0].double()
+    x = torch.randn(2, 4, 7, 7, dtype=torch.float64, requires_grad=True)
+    conv, norm = block.shortcut
+    inner = block.bn2(block.conv2(block.bn1(block.conv1(x)).relu()))
+    expected = (inner + norm(F.conv2d(x, conv.weight, stride=2))).relu()
+    (wanted,) = torch.autograd.grad(expected.square().sum(), x)
+    (found,) = torch.autograd.grad(block(x).square().sum(), x)
+    torch.testing.assert_close(block(x), expected)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_drop_path_grows_linearly_with_the_depth() -> None:

@@ -126,9 +126,21 @@ class _Residual(nn.Module):
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or num_in != num_out:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(num_in, num_out, 1, stride=stride, bias=False), norm(num_out)
+                _PointwiseConv2d(num_in, num_out, 1, stride=stride, bias=False), norm(num_out)
             )
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.bn1(self.conv1(x)), inplace=True)
         return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x), inplace=True)
+
+
+class _PointwiseConv2d(nn.Conv2d):
+    """A 1 x 1 convolution, without bias, of every ``stride``-th pixel.
+
+    The results have the bits of a strided convolution. The backward pass of that one corrupts
+    memory on CPUs if it has few input channels (oneDNN in torch 2.14, 2 to 8 channels).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        kept = input if self.stride == (1, 1) else F.avg_pool2d(input, 1, self.stride)
+        return F.conv2d(kept, self.weight)
