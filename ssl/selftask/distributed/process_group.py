@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from selftask.distributed.world import INIT_FILE, LISTEN_FD, World
 from selftask.errors import UserError
@@ -52,14 +53,14 @@ def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) 
     del server
 
 
-def _listen() -> dist.TCPStore | None:
+def _listen() -> TCPStore | None:
     """Return a store on the socket that the parent process has opened for rank 0, if any.
 
     While it exists, ``env://`` uses its server and does not open the port.
     """
     if LISTEN_FD not in os.environ:
         return None
-    return dist.TCPStore(
+    return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=True,
