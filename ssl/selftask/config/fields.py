@@ -22,7 +22,6 @@ def setting(
     rising: bool = False,
     nonempty: bool = False,
     duration: bool = False,
-    budget: bool = False,
     path: bool = False,
     of: str | None = None,
     flat: bool = False,
@@ -44,7 +43,6 @@ def setting(
         rising: Whether the value is a range, whose first number must not be above the second.
         nonempty: Whether a list must have at least one item.
         duration: Whether the value is a length of training, such as ``10 epochs``.
-        budget: Whether the value is a memory budget, such as ``8 GB``.
         path: Whether the value is a path, so that ``~`` is expanded.
         of: Name of the registry of the component or components in this field, such as
             ``transforms``.
@@ -58,7 +56,7 @@ def setting(
     optional: dict[str, Any] = {"min": min, "above": above, "below": below, "max": max}
     optional |= {"of": of, "missing": missing, "tiny": tiny}
     metadata = {k: value for k, value in optional.items() if value is not None}
-    metadata |= {"duration": duration, "budget": budget, "rising": rising}
+    metadata |= {"duration": duration, "rising": rising}
     metadata |= {"path": path, "flat": flat, "nonempty": nonempty}
     metadata |= {"also": tuple(also), "shared": tuple(shared)}
     if isinstance(default, list | dict):

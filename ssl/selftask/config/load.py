@@ -12,9 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from selftask.config.checks.components import component_problems
 from selftask.config.checks.contradictions import contradictions
-from selftask.config.checks.locations import location_problems
 from selftask.config.checks.views import identical_views
 from selftask.config.compose import recipes
 from selftask.config.compose.overrides import (
@@ -75,10 +73,7 @@ def load_config(
     problems += unreadable
     if problems or config is None:
         raise ConfigError(problems)
-    conflicts = [*contradictions(config), *component_problems(config, hooks=trust)]
-    if trust:
-        conflicts += location_problems(config)
-    if conflicts:
+    if conflicts := contradictions(config, is_trained=trust):
         raise ConfigError([layers.located(key, text) for key, text in conflicts])
     config.notes.extend([*notes, *identical_views(config)])
     return config

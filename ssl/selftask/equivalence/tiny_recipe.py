@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from selftask.config.checks.components import component_problems
+from selftask.config.checks.components import component_problems, hook_problems
 from selftask.config.checks.requirements import required
 from selftask.config.checks.views import normalizes
 from selftask.config.config_class import config_class
@@ -73,7 +73,7 @@ def make_tiny(config: Config, *, batch_size: int, steps: int) -> Config:
         init=replace(config.init, backbone=None),
         resume=ResumeConfig(),
     )
-    problems = [text for _, text in component_problems(small)]
+    problems = [text for _, text in (*component_problems(small), *hook_problems(small))]
     if problems:
         head = "the small version of this recipe is impossible; set what is named here by key=value"
         raise ConfigError([head, *problems])

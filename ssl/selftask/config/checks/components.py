@@ -7,27 +7,36 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from selftask.config.config_class import config_class, config_object
-from selftask.config.keys import Key, dotted
+from selftask.config.keys import Key, Problem, dotted
 from selftask.config.schema import Component, Config, FrozenModule, OptimizerConfig
 from selftask.config.schema.component import Section, named_in
 from selftask.registry import HOOKS, OPTIMIZERS, REGISTRIES, SCHEDULES, Registry
 
 
-def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[Key, str]]:
-    """Yield key and text of each problem that components report about arguments or the config.
-
-    Args:
-        config: The config.
-        hooks: Whether to check hooks. False for a run that is only read: the packages that its
-            hooks need, such as loggers, may not be installed.
-    """
-    plain_config = config.to_dict()
-    plain_config["train"]["step"] = config.train.step.to_dict()  # not its short form
+def component_problems(config: Config) -> Iterator[Problem]:
+    """Yield key and text of each problem that components other than hooks report."""
+    plain_config = _plain(config)
     for component, registry, key in _in_sections(config):
-        if hooks or registry is not HOOKS:
+        if registry is not HOOKS:
             yield from iter_problems(component, registry, key, plain_config)
     for key, optimizer in config.all_optimizers.items():
         yield from _of_optimizer(optimizer, key, plain_config)
+
+
+def hook_problems(config: Config) -> Iterator[Problem]:
+    """Yield key and text of each problem that hooks report.
+
+    The packages that hooks need, such as loggers, may be missing where a run is only read.
+    """
+    plain_config = _plain(config)
+    for name, hook in config.hooks.items():
+        yield from iter_problems(hook, HOOKS, ("hooks", name), plain_config)
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    plain_config = config.to_dict()
+    plain_config["train"]["step"] = config.train.step.to_dict()  # not its short form
+    return plain_config
 
 
 def _in_sections(value: Any, key: Key = ()) -> Iterator[tuple[Component, Registry, Key]]:
@@ -43,7 +52,7 @@ def _in_sections(value: Any, key: Key = ()) -> Iterator[tuple[Component, Registr
 
 def _of_optimizer(
     optimizer: OptimizerConfig, key: Key, plain_config: dict[str, Any]
-) -> Iterator[tuple[Key, str]]:
+) -> Iterator[Problem]:
     """Yield the problems of an optimizer and its schedules.
 
     The optimizer's method ``problems`` reads its section at ``optimizer``, whatever ``key`` is.
@@ -60,7 +69,7 @@ def _of_optimizer(
 
 def iter_problems(
     component: Component, registry: Registry, key: Key, plain_config: dict[str, Any]
-) -> Iterator[tuple[Key, str]]:
+) -> Iterator[Problem]:
     """Yield key and text of each problem of a component and of the components in its arguments.
 
     Args:

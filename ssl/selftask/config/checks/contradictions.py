@@ -1,55 +1,26 @@
-"""Checks that values of different sections of a config do not contradict each other."""
+"""All checks of a config whose values have valid types, above all of contradictions in it."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from shutil import which
 
+from selftask.config.checks.components import component_problems, hook_problems
 from selftask.config.checks.grid import patch_problems
+from selftask.config.checks.locations import location_problems
 from selftask.config.checks.optimizer import optimizer_problems
 from selftask.config.checks.requirements import requirement_problems
 from selftask.config.checks.sbatch import sbatch_problems
 from selftask.config.checks.views import view_problems
 from selftask.config.keys import Problem
-from selftask.config.schema import (
-    CompileConfig,
-    Config,
-    DataConfig,
-    EvalConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from selftask.config.schema import Config, ParallelConfig
+from selftask.config.values.budget import WORDS, parse_budget
 from selftask.errors import nearest
 from selftask.registry import TASKS
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
-
-
-def contradictions(config: Config) -> Iterator[Problem]:
-    """Yield key and text of each contradiction in a config whose values have valid types."""
-    yield from _length(config.train)
-    yield from _validation(config.data, config.eval)
-    yield from _engine(config.data)
-    yield from _parallel(config.parallel, config.train)
-    yield from _batch(config.train, config.launch.world_size)
-    yield from _compiler(config.train, config.parallel.activation_checkpointing)
-    if config.train.uses_compiler:
-        yield from _compiler_mode(config.train.compile_options, config.parallel)
-    yield from _device(config.train, config.launch.world_size)
-    for name, (low, high) in config.expected.items():
-        if low > high:
-            text = f"expected.{name}=[{low:g}, {high:g}]: the lowest value comes first"
-            yield ("expected", name), text  # the name may contain a slash
-    if config.task not in TASKS:
-        yield ("task",), f"no task named {config.task!r}; {nearest(config.task, TASKS)}"
-    yield from optimizer_problems(config)
-    for key, text in sbatch_problems(config.launch.slurm):
-        yield ("launch", "slurm", key), text
-    yield from patch_problems(config)
-    yield from requirement_problems(config)
-    yield from view_problems(config)
 
 
 def _named(text: str) -> Problem:
@@ -57,22 +28,25 @@ def _named(text: str) -> Problem:
     return tuple(re.split(r"[^\w.]", text, maxsplit=1)[0].split(".")), text
 
 
-def _length(train: TrainConfig) -> Iterator[Problem]:
+def _length(config: Config) -> Iterator[Problem]:
+    train = config.train
     if train.epochs is None and train.max_steps is None:
         yield ("train",), "train.epochs and train.max_steps are both null; give at least one"
 
 
-def _validation(data: DataConfig, evaluation: EvalConfig) -> Iterator[Problem]:
+def _validation(config: Config) -> Iterator[Problem]:
     """Yield problems of ``data.val_sets`` and ``eval.loss``."""
+    data = config.data
     for name in data.val_sets:
         if not re.fullmatch(r"[\w.-]+", name):
             text = f"data.val_sets: the name {name!r} may have letters, digits and ._- only"
             yield ("data", "val_sets", name), text
-    if evaluation.loss and data.val is None and not data.val_sets:
+    if config.eval.loss and data.val is None and not data.val_sets:
         yield _named("eval.loss=true: data.val is null; give the images to take it of")
 
 
-def _batch(train: TrainConfig, world: int) -> Iterator[Problem]:
+def _batch(config: Config) -> Iterator[Problem]:
+    train, world = config.train, config.launch.world_size
     if train.batch_size % world:
         right = max(train.batch_size // world, 1) * world
         yield _named(
@@ -81,8 +55,9 @@ def _batch(train: TrainConfig, world: int) -> Iterator[Problem]:
         )
 
 
-def _engine(data: DataConfig) -> Iterator[Problem]:
+def _engine(config: Config) -> Iterator[Problem]:
     """Yield problems of options that ``data.augment_on`` does not support."""
+    data = config.data
     if data.augment_on == "device":
         return
     if data.cache == "device":
@@ -106,8 +81,9 @@ _ONLY_WITH = {
 }
 
 
-def _parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Problem]:
+def _parallel(config: Config) -> Iterator[Problem]:
     """Yield options of ``parallel`` without effect, and conflicts of them with ``train``."""
+    parallel, train = config.parallel, config.train
     for key, way in _ONLY_WITH.items():
         if getattr(parallel, key) != getattr(_DEFAULT, key) and parallel.reduce != way:
             yield _named(
@@ -139,8 +115,19 @@ def _parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Problem]
         )
 
 
-def _device(train: TrainConfig, processes: int) -> Iterator[Problem]:
-    """Yield problems of device, precision and determinism, given the number of processes."""
+def _activation_checkpointing(config: Config) -> Iterator[Problem]:
+    value = config.parallel.activation_checkpointing
+    if value in WORDS:
+        return
+    try:
+        parse_budget(value)
+    except ValueError as error:
+        yield _named(f"parallel.activation_checkpointing={value!r}: {error}")
+
+
+def _device(config: Config) -> Iterator[Problem]:
+    """Yield problems of device, precision and determinism."""
+    train = config.train
     name = train.device
     kind, colon, _ = name.partition(":")
     if colon and kind in DEVICES:
@@ -152,7 +139,7 @@ def _device(train: TrainConfig, processes: int) -> Iterator[Problem]:
         hint = nearest(name, list(DEVICES))
         hint = hint if hint.startswith("did") else "one of " + ", ".join(DEVICES)
         yield _named(f"train.device={name!r}: {hint}")
-    if kind == "mps" and processes > 1:
+    if kind == "mps" and config.launch.world_size > 1:
         yield _named(
             "train.device='mps' runs one process: it has no collectives; set launch.processes=1"
         )
@@ -167,13 +154,9 @@ def _device(train: TrainConfig, processes: int) -> Iterator[Problem]:
         )
 
 
-def _compiler(train: TrainConfig, checkpointing: float | str) -> Iterator[Problem]:
-    """Yield problems of compilation.
-
-    Args:
-        train: The section ``train``.
-        checkpointing: The value of ``parallel.activation_checkpointing``.
-    """
+def _compiler(config: Config) -> Iterator[Problem]:
+    """Yield problems of compilation."""
+    train = config.train
     if train.compile == "step":
         yield _named(
             "train.compile='step': forward, loss and backward together are train.step=compiled"
@@ -186,16 +169,17 @@ def _compiler(train: TrainConfig, checkpointing: float | str) -> Iterator[Proble
             f"train.{key}: torch's inductor needs a C++ compiler, and {compiler} is not on the "
             "PATH; install one, or use train.compile_options.backend=aot_eager"
         )
-    if train.compile and checkpointing not in ("none", "blocks"):
+    if train.compile and config.parallel.activation_checkpointing not in ("none", "blocks"):
         yield _named(
             "train.compile needs parallel.activation_checkpointing to be none or blocks: a budget "
             "measures while layers run, which a graph does not allow"
         )
 
 
-def _compiler_mode(options: CompileConfig, parallel: ParallelConfig) -> Iterator[Problem]:
+def _compiler_mode(config: Config) -> Iterator[Problem]:
+    options, parallel = config.train.compile_options, config.parallel
     key, text = ("train", "compile_options", "mode"), f"train.compile_options.mode={options.mode!r}"
-    if options.mode is None:
+    if options.mode is None or not config.train.uses_compiler:
         return
     if options.backend != "inductor":
         yield key, f"{text} is a mode of backend: inductor, not of {options.backend}; take it out"
@@ -211,3 +195,45 @@ def _compiler_mode(options: CompileConfig, parallel: ParallelConfig) -> Iterator
             f"{parallel.activation_checkpointing} works on single blocks; take one of them out"
         )
         yield key, f"{text} {problem}"
+
+
+def _expected(config: Config) -> Iterator[Problem]:
+    for name, (low, high) in config.expected.items():
+        if low > high:
+            text = f"expected.{name}=[{low:g}, {high:g}]: the lowest value comes first"
+            yield ("expected", name), text  # the name may contain a slash
+
+
+def _task(config: Config) -> Iterator[Problem]:
+    if config.task not in TASKS:
+        yield ("task",), f"no task named {config.task!r}; {nearest(config.task, TASKS)}"
+
+
+Check = Callable[[Config], Iterator[Problem]]
+_OF_VALUES: tuple[Check, ...] = (
+    *(_length, _validation, _engine, _parallel, _activation_checkpointing, _batch),
+    *(
+        _compiler,
+        _compiler_mode,
+        _device,
+        _expected,
+        _task,
+        optimizer_problems,
+        sbatch_problems,
+        patch_problems,
+    ),
+    *(requirement_problems, view_problems, component_problems),
+)
+_OF_MACHINE: tuple[Check, ...] = (hook_problems, location_problems)
+
+
+def contradictions(config: Config, *, is_trained: bool = True) -> list[Problem]:
+    """Return key and text of each problem of a config whose values have valid types.
+
+    Args:
+        config: The config.
+        is_trained: Whether a run will train with it. If not, files that it names and packages
+            that its hooks need are not looked for.
+    """
+    checks = _OF_VALUES + (_OF_MACHINE if is_trained else ())
+    return [problem for check in checks for problem in check(config)]

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from selftask.config.keys import Problem
+from selftask.config.schema import Config
 from selftask.errors import nearest
 from selftask.files.received import TEXTS
 
@@ -56,8 +58,14 @@ _SHAPES = {
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
-def sbatch_problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield key and text of each mistake in a ``launch.slurm`` section."""
+def sbatch_problems(config: Config) -> Iterator[Problem]:
+    """Yield key and text of each mistake in ``launch.slurm``."""
+    slurm = config.launch.slurm
+    for name, text in (*_option_problems(slurm), *_time_problems(slurm)):
+        yield ("launch", "slurm", name), text
+
+
+def _option_problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
     names: dict[str, str] = {}
     for key, value in slurm.items():
         name = option(key)
@@ -78,7 +86,6 @@ def sbatch_problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"{shown}={value!r}: expected {_SHAPES[name][1]}"
         elif isinstance(value, dict | list) and name not in _LISTS:
             yield key, f"{shown}={value!r}: expected one value"
-    yield from _time_problems(slurm)
 
 
 def _time_problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -83,9 +83,7 @@ class ParallelConfig(Section):
     prefetch: int = setting(0, min=0, also=["forward_prefetch", "backward_prefetch"])
     """Blocks to gather ahead of the current one (fsdp); 0: torch's default, one."""
     activation_checkpointing: float | str = setting(
-        "none",
-        budget=True,
-        also=["checkpointing", "grad_checkpointing", "gradient_checkpointing"],
+        "none", also=["checkpointing", "grad_checkpointing", "gradient_checkpointing"]
     )
     """Activations that are recomputed in the backward pass: ``none``; ``blocks``: all but the
     inputs of blocks; a size ('8 GB') or a share (0.5): the activations of the fewest blocks such

@@ -16,7 +16,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
 from omegaconf.errors import ValidationError
 
-from selftask.config.values.budget import WORDS, parse_budget
 from selftask.config.values.duration import parse_duration
 from selftask.errors import UserError, nearest
 
@@ -111,8 +110,6 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
         for name, (words, holds) in LIMITS.items():
             if name in metadata and not holds(value, metadata[name]):
                 raise ValueError(f"must be {words} {metadata[name]}")
-    if metadata.get("budget") and value not in WORDS:
-        parse_budget(value)
 
 
 def _check_duration(value: Any, metadata: Mapping[str, Any]) -> None:
