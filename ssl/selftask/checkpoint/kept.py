@@ -1,7 +1,8 @@
 """Checkpoints kept in addition to the newest ones: the best by a metric, and every n-th.
 
-They are listed in ``checkpoints/kept.json``, which is written after the listed checkpoints, so that
-it never lists one that does not exist.
+They are listed in ``checkpoints/kept.json``. A checkpoint is added to the list after it has been
+written, and removed after it has left the list, so that a kill leaves no wrong entry. After a
+restart from an earlier checkpoint the file may list ones that were moved; ``Kept.read`` drops them.
 """
 
 from __future__ import annotations

@@ -87,7 +87,9 @@ class Views:
         extra_images: Sequence[np.ndarray] = (),
         traces: list[Trace] | None = None,
     ) -> list[np.ndarray]:
-        """Return the V shown views, uint8 (H, W, C), of an image (H', W', C).
+        """Return the views of an image (H', W', C): V arrays, uint8 (H, W, C).
+
+        Views that only other views are made of are not returned.
 
         Args:
             image: Image of the sample.

@@ -66,7 +66,7 @@ def side_stream(device: torch.device) -> Any:
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the current stream, on which operations are launched."""
+    """Return the current stream of a device that has streams (see ``side_stream``)."""
     return _module(device).current_stream(device)
 
 
@@ -152,7 +152,10 @@ def forked_rng() -> Iterator[None]:
 
 
 def _current() -> torch.device | None:
-    """Return the current accelerator, or None; without one, torch 2.6 raises a RuntimeError."""
+    """Return the accelerator of this machine, or None.
+
+    Where there is none, ``current_accelerator`` alone returns the type that torch was built for.
+    """
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 

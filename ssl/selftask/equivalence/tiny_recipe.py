@@ -96,13 +96,13 @@ def images_for(config: Config) -> Images:
 class Images(Source):
     """Noisy synthetic images of four classes; each image depends on its index only.
 
-    Extra images of a sample are those of the following indices. Captions name class and index.
-    Numbers are -1, 0 or 1.
+    An extra of kind ``image`` is the image of a following index, of kind ``text`` a text with class
+    and index, of kind ``array`` a float32 scalar: -1, 0 or 1.
 
     Args:
         count: Number of images.
         channels: Number of channels.
-        extras: Name -> kind of each part of a sample in addition to image and label.
+        extras: Kind of each extra, by name; see ``Source.extras``.
     """
 
     def __init__(
@@ -214,7 +214,10 @@ def _sizes(value: Any) -> Iterator[int]:
 
 
 def _resized(value: Any, share: float) -> Any:
-    """Return ``value`` with every ``size`` scaled to a multiple of 4, at least 8."""
+    """Return ``value`` with every ``size`` scaled to a multiple of 4, at least 8.
+
+    With ``share`` 1, nothing changes.
+    """
     if share == 1.0:
         return value
     if isinstance(value, dict):

@@ -169,9 +169,9 @@ class Method(nn.Module, Hook):
     def open_frozen(self, name: str, task: Task) -> Frozen:
         """Return the frozen module that the config field ``name``, a ``FrozenModule``, specifies.
 
-        Call it in ``build_network`` or ``setup``. For a run, a file or a library's model the module
-        is the backbone, whose patches ``models.features.extract`` returns. For
-        ``package.module:Class`` it is your own module.
+        Call it in ``build_network`` or ``setup``. The result has the module as ``network``: your
+        own one for ``package.module:Class``; otherwise the backbone of a run, a file or a library,
+        whose patches ``models.features.extract(result.network, images)`` returns.
 
         Raises:
             UserError: If the module does not exist, or takes a different number of channels.

@@ -36,7 +36,8 @@ MAX_SCALE = 100.0  # maximum scale of the logits: section 2.5
 class CLIP(Method):
     """CLIP (arXiv:2103.00020): finds the caption of each image among those of the batch.
 
-    Loss: ``CE(t x.y)`` of images x with captions y and of captions with images, halved (figure 3).
+    Loss: ``CE(x.y/tau)`` of images x with captions y and of captions with images, halved (figure
+    3), with a learned temperature tau.
 
     Use it if each image has a caption and batches are large.
 

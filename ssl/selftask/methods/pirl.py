@@ -34,8 +34,8 @@ class PIRL(MemoryContrast):
 
     * Image and tiles are compared with the same negatives, and an image is never its own negative;
       in the authors' code both have separate negatives, drawn from all images.
-    * Z is estimated from the negatives of the image; in the authors' code, from those of the tiles
-      and the positive.
+    * The normalization constant of NCE is estimated from the negatives of the image; in the
+      authors' code, from those of the tiles and the positive.
     * There is no random photometric shift of the channels.
     """
 

@@ -133,7 +133,10 @@ class FSDPReduction(Reduction):
             self._arrivals.names.clear()
 
     def discard(self) -> None:
-        """Forget the gradients of batches under ``no_sync``, which are of whole parameters."""
+        """Discard the unsharded gradients that FSDP2 has accumulated under ``no_sync``.
+
+        They are not in ``Parameter.grad``, so ``zero_grad`` does not clear them.
+        """
         parts = (part for part in self._network.modules() if isinstance(part, FSDPModule))
         for state in (part._get_fsdp_state() for part in parts):
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]

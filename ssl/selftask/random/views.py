@@ -45,7 +45,7 @@ class ViewDraws:
         """Return the generator at the start of a view's stream; valid until the next call.
 
         Args:
-            epoch: Number of the epoch.
+            epoch: Number of the epoch; of a repeated image, the first number of its ``Batch.key``.
             index: Index of the sample.
             view: Number of the view.
         """

@@ -123,7 +123,7 @@ class RunRecord:
 
     @property
     def recipe(self) -> str:
-        """Recipe as given on the command line, or the name of the method."""
+        """Recipe as given on the command line, else the method's name, or ``unknown recipe``."""
         return str(self.config.get("recipe") or self.method or "unknown recipe")
 
     @property

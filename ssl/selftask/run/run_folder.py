@@ -128,7 +128,11 @@ def fetch_out(config: Config, world: World) -> dict[str, Stamp] | None:
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if another process has locked the run folder; False without lock support."""
+    """Return True if another process has locked the run folder.
+
+    False if this cannot be found out: the file system has no locks, or the lock file cannot be
+    opened for writing.
+    """
     with suppress(OSError), (folder / LOCK).open("r+", encoding="utf-8") as lock:
         try:
             _lock(lock)

@@ -126,7 +126,10 @@ def depart(by: str, launch: LaunchConfig, out: Path, *, first: bool) -> ExitDeci
 
 
 def _local_requeue(by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDecision:
-    """Return the same decision on all ranks: submitit requeues if any rank requests it."""
+    """Return "requeued" while requeues remain, otherwise ``alone`` with the reason.
+
+    submitit requeues if any rank requests it, so the result must not depend on the rank.
+    """
     most = min(launch.max_requeues, _MOST_LOCAL)
     remaining = most - int(os.environ.get(LOCAL_REQUEUES, "0"))
     if remaining > 0:

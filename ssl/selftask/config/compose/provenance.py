@@ -99,7 +99,12 @@ class Layers(list[Layer]):
         return None
 
     def place_or_around(self, key: Key) -> str | None:
-        """Return the origin of ``key``, else of a key inside it or a section around it, or None."""
+        """Return the origin of ``key``, or the nearest one that is known, or None.
+
+        If ``key`` has no origin, that of a key inside it is returned. If there is none either, the
+        same is tried for each section around ``key``, the innermost first; the result may then be
+        the origin of another key of that section.
+        """
         for length in range(len(key), 0, -1):
             origin = self.place(key[:length]) or self._place_inside(key[:length])
             if origin is not None:

@@ -71,7 +71,10 @@ def module_initialized(call: str) -> Iterator[None]:
 
 
 def source_of(entry: Any) -> str:
-    """Return ``mine.py:7``, the definition of a function, class or object, or else its name."""
+    """Return where a function or class is defined, such as ``mine.py:7``, or else its name.
+
+    For any other object, its class is used.
+    """
     entry = inspect.unwrap(getattr(entry, "__func__", entry))
     if not (inspect.isfunction(entry) or inspect.isclass(entry)):
         entry = type(entry)

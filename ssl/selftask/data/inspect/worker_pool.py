@@ -143,8 +143,11 @@ class _Worker(Generic[T]):
     def replace(self, reason: str) -> Iterator[tuple[int, Lost]]:
         """Start another process, and yield ``Lost`` for the image that the old one was reading.
 
+        Nothing is yielded if the old one ended before its first message, which it sends when it is
+        ready to read.
+
         Raises:
-            RunError: If more than MAX_IDLE_DEATHS processes ended before they had read an image.
+            RunError: If more than MAX_IDLE_DEATHS processes in a row ended so.
         """
         if self._reads:
             yield self.assigned.popleft(), Lost(reason)

@@ -21,7 +21,10 @@ ARCHIVES = frozenset(
 
 
 def kind_of(name: str) -> str | None:
-    """Return the extension of a file that is skipped, such as ``.heic``; None for other files."""
+    """Return the extension of an unsupported image or an archive, such as ``.heic``, or None.
+
+    None for supported images and for files that are no images, such as ``.txt``.
+    """
     start, extension = os.path.splitext(name.lower())
     if start.endswith(".tar"):
         extension = f".tar{extension}"

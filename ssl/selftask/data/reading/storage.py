@@ -20,11 +20,11 @@ _OPEN: OrderedDict[str, io.FileIO] = OrderedDict()  # of this process; least rec
 
 
 class FileStat(NamedTuple):
-    """Path and size of a file, and a stamp that changes with its content."""
+    """Path and size of a file, and a stamp that changes with its content if the store has one."""
 
     path: str
     size: int  # bytes; -1 if the store does not report it
-    stamp: str  # modification time, or an ETag
+    stamp: str  # modification time or ETag; empty if the store reports neither
 
 
 def find_files(patterns: list[str], key: str) -> list[FileStat]:

@@ -62,14 +62,16 @@ class MaskedPatches(Method):
         batch.input = (batch.all_views[0], batch["mask"])
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Any:
-        """Draw masks of images: bool (B, N) or (B, h, w), True for hidden patches.
-
-        Networks that take masks in another form, such as ``Kept``, need this form instead.
+        """Draw masks of images; subclasses override this method.
 
         Args:
             seed: Seed of the run.
             key: (B, 2) on the CPU, see ``random.keyed``.
             grid: Rows and columns of patches.
+
+        Returns:
+            bool (B, N) or (B, h, w), True for hidden patches; or what the method's network takes
+            in place of it, such as ``Kept``.
         """
         raise NotImplementedError(f"{type(self).__name__} draws no masks")
 
