@@ -93,14 +93,15 @@ def train(
     accumulate: int = 1,
     spare: bool = False,
     late: bool = False,
+    early: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
     """Some steps of a student, its teacher and a predictor that the network does not hold.
 
-    With ``late``, the spare layer is used in the second step only.
+    With ``late``, the spare layer is used in the second step only; with ``early``, in the first.
     """
     torch.manual_seed(0)
-    student = Student(spare=spare or late).double()
+    student = Student(spare=spare or late or early).double()
     predictor = nn.Linear(4, 4).double()
     teacher = copy.deepcopy(student).requires_grad_(False)
     blocks = find_blocks(student)
@@ -119,7 +120,7 @@ def train(
     losses, gradients = [], []
     mine = BATCH // world_size() // accumulate
     for step, views in enumerate(data()):
-        student.use_spare = late and step == 1
+        student.use_spare = (late and step == 1) or (early and step == 0)
         for block in student.blocks:
             block.passes = 0  # type: ignore[assignment]
         optimizer.zero_grad()

@@ -30,8 +30,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((way, {"checkpointing": True}) for way in WAYS),
     *((way, {"checkpointing": 0.7}) for way in WAYS),
     *((way, {"accumulate": 2}) for way in WAYS),
-    *((way, {"late": True}) for way in ("manual", "fsdp")),
-    ("ddp", {"late": True, "find_unused": True}),
+    *((way, {when: True}) for way in ("manual", "fsdp") for when in ("late", "early")),
+    *(("ddp", {when: True, "find_unused": True}) for when in ("late", "early")),
 ]
 RECOMPUTED = {False: [False, False], True: [True, True], 0.7: [True, False]}
 
@@ -43,8 +43,8 @@ def every_case(rank: int) -> list[dict[str, Any]]:
 def test_all_ways_are_one_rank(rank_results: list[dict[str, Any]]) -> None:
     """Losses, gradients, weights, teacher and optimizer state, at 1e-9 and in plain order."""
     ranks = [of_rank["every_case"] for of_rank in rank_results]
-    expected, late = train("manual"), train("manual", late=True)
-    for result in (expected, late):
+    expected, late, early = train("manual"), train("manual", late=True), train("manual", early=True)
+    for result in (expected, late, early):
         del result["recomputed"]
     alone = train("manual", checkpointing=True)
     assert alone.pop("recomputed") == RECOMPUTED[True]
@@ -56,7 +56,8 @@ def test_all_ways_are_one_rank(rank_results: list[dict[str, Any]]) -> None:
         second.update(losses=first["losses"], optimizer=first["optimizer"])
         for result in (first, second):
             assert result.pop("recomputed") == RECOMPUTED[more.get("checkpointing", False)]
-            assert_alike(late if "late" in more else expected, result, f"{way} {more}")
+            same = late if "late" in more else early if "early" in more else expected
+            assert_alike(same, result, f"{way} {more}")
 
 
 def two_copies(rank: int) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -28,10 +29,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import empty as empty_shards
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.hooks import RemovableHandle
 
 from selftask.distributed.accelerator import forked_rng, is_accelerator
-from selftask.distributed.collectives import host_group, is_primary, world_size
+from selftask.distributed.collectives import collective_device, host_group, is_primary, world_size
+from selftask.distributed.heartbeat import collective_activity
 from selftask.distributed.shards import full_tensor
 from selftask.errors import RunError, UserError
 from selftask.logs import get_logger
@@ -40,7 +41,7 @@ from selftask.parallel.initial_weights import InitialWeights
 from selftask.parallel.manual import ManualReduction
 from selftask.parallel.rank_groups import rank_groups
 from selftask.parallel.reduction import Named, Reduction
-from selftask.parallel.unused import count_ranks, describe
+from selftask.parallel.unused import count_ranks, describe, set_flags
 
 log = get_logger(__name__)
 
@@ -72,7 +73,7 @@ class FSDPReduction(Reduction):
         self._shard_over, self._cpu_offload, self._ahead = shard_over, cpu_offload, prefetch
         self._bucket_mb = bucket_mb
         self._method: Reduction = Reduction()  # for parameters that are not sharded
-        self._idle: Named | None = None  # without a gradient on any rank in the first step
+        self._idle: list[int] | None = None  # without a gradient on any rank in the first step
         self._host_group: Any = None
 
     def shard(self, networks: Iterable[nn.Module], initial: InitialWeights) -> None:
@@ -124,13 +125,11 @@ class FSDPReduction(Reduction):
         if self._idle is None:
             self._idle = self._find_idle()
             self._host_group = host_group() if self._idle else None
-        if self._idle:
-            present = [name in self._arrivals.names for name, _ in self._idle]
-            counts = count_ranks(present, self._host_group)
-            for (_, parameter), count in zip(self._idle, counts, strict=True):
-                if count == 0:
-                    parameter.grad = None  # as on one process; FSDP sets it to zero
-            self._arrivals.names.clear()
+            self._flags = torch.empty(len(self._sharded), device=collective_device())
+        present = [name in self._arrivals.names for name in self._inner_names]
+        self._arrivals.names.clear()
+        for index in self._without_gradient_anywhere(present):
+            self._sharded[index][1].grad = None  # as on one process; FSDP sets it to zero
 
     def discard(self) -> None:
         """Discard the unsharded gradients that FSDP2 has accumulated under ``no_sync``.
@@ -146,9 +145,26 @@ class FSDPReduction(Reduction):
                     kept._unsharded_param.grad = None
         self._arrivals.names.clear()
 
-    def _find_idle(self) -> list[tuple[str, nn.Parameter]]:
-        """Return and log the parameters without a gradient on any rank in the first step.
+    def _without_gradient_anywhere(self, present: list[bool]) -> list[int]:
+        """Return the indices of sharded parameters without a gradient on any rank in this step.
 
+        The host waits for the device only if a gradient is absent here that is not idle.
+        """
+        absent = [index for index, is_here in enumerate(present) if not is_here]
+        set_flags(self._flags, absent)
+        with collective_activity("all_reduce of which parameters have gradients"):
+            dist.all_reduce(self._flags)
+        idle: list[int] = self._idle or []
+        unclear = [i for i in absent if i not in idle and self._sharded[i][1].requires_grad]
+        flags = self._flags.tolist() if unclear else []
+        counts = count_ranks([present[i] for i in idle], self._host_group) if idle else []
+        unused = [i for i, count in zip(idle, counts, strict=True) if count == 0]
+        return unused + [i for i in unclear if flags[i] == 0]
+
+    def _find_idle(self) -> list[int]:
+        """Log the parameters without a gradient in the first step.
+
+        Returns the indices of those without a gradient on any rank.
         Raises RunError if only some ranks lack a gradient and this torch cannot fill in zeros.
         """
         counts = count_ranks([name in self._arrivals.names for name in self._inner_names])
@@ -157,10 +173,7 @@ class FSDPReduction(Reduction):
             if max(c for c in counts if c < world_size()) > 0 and not _FILLS_IN:
                 raise RunError(f"{message}\nparallel.reduce=fsdp needs torch 2.15 for this")
             log.warning("%s\n  what no rank has a gradient for keeps its value", message)
-        pairs = zip(self._inner_names, self._sharded, counts, strict=True)
-        idle: Named = [(name, p) for name, (_, p), count in pairs if count == 0]
-        self._arrivals.listen_to({name for name, _ in idle})
-        return idle
+        return [index for index, count in enumerate(counts) if count == 0]
 
     def _policy(self, part: nn.Module) -> MixedPrecisionPolicy:
         """Return a policy that runs a block in low precision and reduces gradients in float32.
@@ -287,32 +300,21 @@ class Arrivals:
         self.names: set[str] = set()
         self._network = network
         self._wanted = {name for name, p in network.named_parameters() if p.requires_grad}
-        self._gradients: dict[str, RemovableHandle] = {}
-        self._passes = [
-            part.register_forward_pre_hook(self._listen_to_gathered)
-            for part in network.modules()
-            if isinstance(part, FSDPModule)
-        ]
+        for part in network.modules():
+            if isinstance(part, FSDPModule):
+                part.register_forward_pre_hook(self._listen_to_gathered)
 
     def _listen_to_gathered(self, part: nn.Module, inputs: Any) -> None:
         """Forward pre-hook: register gradient hooks on parameters that have just been gathered."""
+        if not self._wanted:
+            return
         for name, p in self._network.named_parameters():
             if name in self._wanted and not isinstance(p, DTensor):
                 self._wanted.remove(name)
-                arrived = partial(self._arrived, name)
-                self._gradients[name] = p.register_post_accumulate_grad_hook(arrived)
+                p.register_post_accumulate_grad_hook(partial(self._arrived, name))
 
     def _arrived(self, name: str, parameter: Tensor) -> None:
         self.names.add(name)
-
-    def listen_to(self, names: set[str]) -> None:
-        """Record only these names from now on. Some of them may not have been gathered yet."""
-        for name in self._gradients.keys() - names:
-            self._gradients.pop(name).remove()
-        self._wanted &= names
-        if not names:
-            for hook in self._passes:
-                hook.remove()
 
 
 def _share(value: Any, like: Any) -> Any:

@@ -22,7 +22,7 @@ from selftask.distributed.heartbeat import collective_activity
 from selftask.errors import RunError
 from selftask.logs import get_logger
 from selftask.parallel.reduction import Named, Reduction
-from selftask.parallel.unused import count_ranks, describe
+from selftask.parallel.unused import count_ranks, describe, set_flags
 
 log = get_logger(__name__)
 
@@ -34,7 +34,8 @@ class Bucket:
 
     The tensor is allocated once, and gradients become views of it: their own memory is freed
     immediately, and nothing is copied back. Gradients are divided while they are copied in, which
-    also keeps a sum of scaled gradients within the range of float16.
+    also keeps a sum of scaled gradients within the range of float16. One flag per parameter at the
+    end of the tensor is above zero if any rank has its gradient.
 
     Args:
         parameters: Parameters of one dtype and device.
@@ -45,7 +46,8 @@ class Bucket:
         first = parameters[0]
         self.parameters = parameters
         self.missing = set(parameters)  # not copied in yet in this step
-        size = sum(p.numel() for p in parameters)
+        self.absent: list[nn.Parameter] = []  # without a gradient on this rank in this step
+        size = sum(p.numel() for p in parameters) + len(parameters)
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
         kept = sent = _split_like(self.flat, parameters)
         self.sent = self.flat
@@ -53,6 +55,8 @@ class Bucket:
             self.sent = self.flat.to(wire)
             sent = _split_like(self.sent, parameters)
         self._places = dict(zip(parameters, zip(sent, kept, strict=True), strict=True))
+        self._numbers = {p: number for number, p in enumerate(parameters)}
+        self._flags = self.sent[-len(parameters) :]
         self._share = 1.0 / world_size()
         self.work: Any = None
 
@@ -65,6 +69,8 @@ class Bucket:
         else:
             torch.mul(gradient.detach(), self._share, out=sent)
         if parameter.requires_grad:
+            if gradient is None:
+                self.absent.append(parameter)
             parameter.grad = kept  # a view that will hold the mean
         self.missing.discard(parameter)
 
@@ -72,14 +78,25 @@ class Bucket:
         """Copy in the remaining gradients, and start the all-reduce."""
         for parameter in list(self.missing):
             self.take(parameter)
+        set_flags(self._flags, [self._numbers[parameter] for parameter in self.absent])
         self.work = dist.all_reduce(self.sent, group=group, async_op=True)
 
-    def finish(self) -> None:
-        """Wait for the all-reduce, after which the gradients are means over ranks."""
+    def finish(self, known: set[nn.Parameter]) -> None:
+        """Wait for the all-reduce, after which the gradients are means over ranks, or None.
+
+        If a gradient is absent on this rank, and its parameter is not ``known``, the host waits for
+        the device to read the flags.
+        """
         self.work.wait()
         self.work = None
         if self.sent is not self.flat:
             self.flat.copy_(self.sent)
+        if unclear := [p for p in self.absent if p not in known]:
+            counts = self._flags.tolist()
+            for parameter in unclear:
+                if not counts[self._numbers[parameter]]:
+                    parameter.grad = None
+        self.absent.clear()
         self.missing.update(self.parameters)
 
 
@@ -131,8 +148,9 @@ class ManualReduction(Reduction):
         with collective_activity("all_reduce of gradients"):
             while self._next < len(self._buckets):
                 self._launch_next()
+            known = {parameter for _, parameter in self._idle}
             for bucket in self._buckets:
-                bucket.finish()
+                bucket.finish(known)
         for parameter in idle:
             parameter.grad = None
         self._next = 0
@@ -218,7 +236,8 @@ def bucket_groups() -> list[dist.ProcessGroup | None]:
 
 def _split_like(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     """Return views of a flat tensor in the shapes of parameters, with their strides if dense."""
-    chunks = flat.split([p.numel() for p in parameters])
+    sizes = [p.numel() for p in parameters]
+    chunks = flat[: sum(sizes)].split(sizes)
     parts = []
     for chunk, parameter in zip(chunks, parameters, strict=True):
         like = torch.empty_like(parameter, device="meta")  # keeps the strides of dense tensors

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from selftask.distributed.collectives import collective_device, world_size
 from selftask.distributed.heartbeat import collective_activity
@@ -27,6 +28,13 @@ def count_ranks(present: Sequence[bool], group: dist.ProcessGroup | None = None)
     with collective_activity("all_reduce of which parameters have gradients"):
         dist.all_reduce(counts, group=group)
     return [int(count) for count in counts.tolist()]
+
+
+def set_flags(flags: Tensor, absent: Iterable[int]) -> None:
+    """Set flags to zero at the ``absent`` indices and to one elsewhere, without a device sync."""
+    flags.fill_(1)
+    for index in absent:
+        flags[index] = 0
 
 
 def describe(names: Sequence[str], counts: Sequence[int]) -> str:
