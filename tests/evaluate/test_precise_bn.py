@@ -87,6 +87,26 @@ def test_exports_population_statistics_and_leaves_the_run_alone(
     assert tiny.differences(*states) == []
 
 
+def test_changes_of_other_hooks_are_kept_and_made_once(tmp_path: Path) -> None:
+    task = tiny.task("simclr", tmp_path, "run", HOOK, "train.on_nan=rollback")
+    changes: list[int] = []
+
+    def add(task: Task) -> None:
+        task.before_export.append(lambda backbone: changes.append(1) or backbone)
+
+    def break_once(task: Task) -> None:
+        if task.steps_done == 1 and not task.rollbacks:
+            task.last_batch.loss.fill_(float("nan"))
+
+    task.add_hook(function_hook(priority=5, on_start=add, on_loss_and_meter=break_once))
+    train_loop(task)
+    assert task.rollbacks == 1
+    changes.clear()
+    task.export_backbone()
+    assert changes == [1]
+    assert len(task.before_export) == 2
+
+
 def train_on_ranks(_: int, folder: Path, out: str) -> None:
     still = ("train.max_steps=1", "optimizer.lr=1e-12", "parallel.sync_batch_norm=all")
     task = tiny.task("simclr", folder, out, *still, HOOK)

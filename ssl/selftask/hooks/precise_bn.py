@@ -40,7 +40,7 @@ class PreciseBatchNorm(Hook):
 
     def on_start(self, task: Task) -> None:
         data = task.data_module
-        task.before_export = [lambda backbone: self.recompute(backbone, data)]
+        task.before_export.append(lambda backbone: self.recompute(backbone, data))
 
     def recompute(self, backbone: nn.Module, data: DataModule) -> nn.Module:
         """Return a copy of the backbone with precise statistics; every rank must call this method.

@@ -69,6 +69,7 @@ def _restart(task: Task, guard: NonFiniteGuard, checkpoint: str) -> None:
     task.close()
     task.calls.clear()
     task.scalars.clear()
+    task.before_export.clear()  # hooks add their changes again
     task.averages.clear()  # of weights after the checkpoint
     task.history.load_state_dict({})  # the repeated steps write their rows again
     for name in _BUILT:  # before they are built anew, since both may not fit into memory
