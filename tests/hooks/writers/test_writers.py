@@ -381,3 +381,14 @@ def test_mosaic_by_hand() -> None:
     views = [torch.arange(8.0).view(2, 1, 2, 2), torch.arange(8.0, 16.0).view(2, 1, 2, 2)]
     rows = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
     assert (mosaic(views)[0] * 15).round().tolist() == rows
+
+
+def test_a_resumed_run_shows_views_at_the_same_steps(tmp_path: Path) -> None:
+    words = ["hooks.tensorboard={}", "hooks.show_views={every: 6 steps}", "train.log_every=2"]
+    tiny.train("simclr", tmp_path, "run", *words, "train.stop_at=4")
+    task = tiny.train("simclr", tmp_path, "run", *words, "train.max_steps=8")
+    assert task.saved is not None
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    read = accumulators.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    read.Reload()
+    assert [image.step for image in read.Images("views/main")] == [2, 8]

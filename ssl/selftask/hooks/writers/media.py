@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from selftask.config.fields import setting
 from selftask.config.values.duration import steps_in
@@ -18,7 +19,7 @@ class MediaHook(Hook):
 
     def on_start(self, task: Task) -> None:
         self.period = max(1, steps_in(self.every, task.length))
-        self.last_period = -1
+        self.last_period = self.loaded.get("last_period", -1)
 
     def is_due(self, task: Task) -> bool:
         """Return True in the first logged step of a period, if a writer takes media.
@@ -29,3 +30,6 @@ class MediaHook(Hook):
             return False
         before, self.last_period = self.last_period, task.steps_done // self.period
         return self.last_period != before
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_period": self.last_period} if hasattr(self, "last_period") else self.loaded
