@@ -86,7 +86,6 @@ class Metrics(Hook):
 
     def _write(self, task: Task) -> None:
         losses = self._losses(task)
-        steps = len(losses)
         timed = len(self.pace.ends)
         measured = {**self.pace.take(task.data_module.data_wait_s), **take_memory_mb(task.device)}
         terms, slowest = over_ranks(self.terms, measured, task.device)
@@ -109,7 +108,7 @@ class Metrics(Hook):
         self.steps.clear()
         self.samples = 0
         task.write_row(row)
-        waiting = self.wait_watch.add_row(steps, row["data_wait"])
+        waiting = self.wait_watch.add_row(timed, row["data_wait"])
         if waiting is not None:
             log.warning("step %d: %s", task.steps_done, wait_advice(waiting, advice(task)))
 
