@@ -111,9 +111,13 @@ def test_a_metric_that_no_row_has(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "did you mean 'loss'?" in caplog.text
 
 
-def test_plateau_needs_a_schedule_that_moves_at_steps() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.schedule\.update is 'epoch'"):
-        load_config("simclr/digits", [PLATEAU, "optimizer.schedule={name: cosine, update: epoch}"])
+@pytest.mark.parametrize(
+    ("key", "rules"), [("schedule", "{}"), ("groups.1.schedule", "[{{lr: 2}}, {{schedule: {}}}]")]
+)
+def test_plateau_needs_schedules_that_move_at_steps(key: str, rules: str) -> None:
+    section = rules.format("{name: cosine, update: epoch}")
+    with pytest.raises(ConfigError, match=rf"optimizer\.{key}\.update is 'epoch'"):
+        load_config("simclr/digits", [PLATEAU, f"optimizer.{key.partition('.')[0]}={section}"])
 
 
 def test_frozen_for_good_computes_no_gradients(tmp_path: Path) -> None:

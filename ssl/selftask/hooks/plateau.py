@@ -47,8 +47,10 @@ class Plateau(Hook):
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         optimizer = config["optimizer"]
-        for key in ("lr", "schedule"):
-            section = optimizer[key]
+        sections = {key: optimizer[key] for key in ("lr", "schedule")}
+        for index, rule in enumerate(optimizer["groups"]):
+            sections[f"groups.{index}.schedule"] = rule["schedule"]
+        for key, section in sections.items():
             moves = section.get("update", "step") if isinstance(section, dict) else "step"
             if moves == "epoch":
                 yield f"plateau: needs steps, and optimizer.{key}.update is 'epoch'"
