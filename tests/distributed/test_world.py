@@ -179,6 +179,8 @@ def test_contradictions_are_named(
         ("gpu[07,09-12],cpu1", "gpu07"),
         ("a-b1,c", "a-b1"),
         ("rack[3-4]-n", "rack3-n"),
+        ("rack[1-2]node[01-16],x", "rack1node01"),
+        ("r[1,3]n[04,06]-ib", "r1n04-ib"),
     ],
 )
 def test_first_host(hosts: str, first: str) -> None:

@@ -184,16 +184,16 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a SLURM node list, such as ``gpu07`` of ``gpu[07-09,12],cpu1``.
+    """Return the first host of a SLURM node list, such as ``r1n07`` of ``r[1-2]n[07-09,12],cpu1``.
 
     Raises:
         UserError: If the list names no host.
     """
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", hosts)
-    if match is None:
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", hosts)  # up to the first comma outside brackets
+    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else "")
+    if not host:
         raise UserError(f"SLURM_STEP_NODELIST={hosts!r} names no host")
-    head, number, tail = match.groups()
-    return head + (number or "") + (tail or "")
+    return host
 
 
 def expand_counts(tasks: str) -> list[int]:
