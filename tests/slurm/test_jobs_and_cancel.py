@@ -14,6 +14,7 @@ from run_folders import write_run
 from selftask.cli.main import main
 from selftask.errors import UserError
 from selftask.logs import write_json
+from selftask.report.overview.run_line import RunLine
 from selftask.slurm import queue
 
 Fake = Callable[[str, str], None]  # of conftest
@@ -113,3 +114,21 @@ def test_waiting_prints_each_job_once_it_has_ended(
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [(words[0], words[2]) for words in printed] == [("7_1", "finished"), ("7_0", "failed")]
     assert slept == [30.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("of_run", "in_slurm", "shown"),
+    [
+        ("not started", "CONFIGURING", "configuring"),  # its nodes are booted
+        ("requeued", "CONFIGURING", "requeued, configuring"),
+        ("requeued", "SPECIAL_EXIT", "requeued, special_exit"),
+        ("hung", "SUSPENDED", "suspended"),  # no process of it runs
+        ("running", "STOPPED", "stopped"),
+        ("running", "SIGNALING", "running"),
+        ("finished", "STAGE_OUT", "finished"),
+        ("running", "NODE_FAIL", "lost: job node_fail"),
+    ],
+)
+def test_states_of_jobs_that_have_not_ended(of_run: str, in_slurm: str, shown: str) -> None:
+    assert queue.with_job(RunLine(Path("run"), of_run), "7", in_slurm).state == shown
+    assert (in_slurm in queue.WAITING) == (in_slurm != "NODE_FAIL")

@@ -19,7 +19,13 @@ from selftask.logs.tails import last_line
 from selftask.report.overview.run_line import RunLine, read_line, unreadable
 from selftask.run.slurm_job import command
 
-WAITING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "STOPPED")
+_QUEUED = (
+    *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"),
+    *("RESV_DEL_HOLD", "SPECIAL_EXIT"),
+)
+_STARTED = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT")
+_PAUSED = ("SUSPENDED", "STOPPED")
+WAITING = (*_QUEUED, *_STARTED, *_PAUSED)  # states of SLURM's jobs that have not ended
 LOCAL = "local-"  # prefix of the id of a job on this machine, followed by its process id
 JOBS = Path("slurm", "jobs.json")  # in the folder of a run or sweep
 _ID = re.compile(r"[1-9]\d{0,17}(_\d{1,9})?|local-[1-9]\d{0,9}", re.ASCII)
@@ -214,12 +220,14 @@ def with_job(line: RunLine, job: str, in_slurm: str) -> RunLine:
     """
     of_run = line.state
     first = in_slurm.partition(" ")[0]
-    if first in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
+    if first in _QUEUED:
         state = in_slurm.lower() if of_run == "not started" else f"{of_run}, {in_slurm.lower()}"
     elif of_run == "running" and first in ("", "gone"):
         state = of_run  # by its files; SLURM does not answer, or a local job is on another machine
-    elif first in ("RUNNING", "COMPLETING"):
+    elif first in _STARTED:
         state = of_run if of_run in ("running", "hung", "finished", "failed") else first.lower()
+    elif first in _PAUSED:  # its files look like those of a hanging run
+        state = of_run if of_run in ("finished", "failed") else first.lower()
     elif of_run in ("running", "hung", "lost", "requeued", "not started"):  # ended without a status
         state = f"lost: job {in_slurm.lower() or 'unknown to SLURM'}"
         state = "cancelled" if first == "CANCELLED" else state
