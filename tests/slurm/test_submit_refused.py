@@ -133,6 +133,23 @@ def test_partitions_of_the_cluster(tmp_path: Path, fake: Fake) -> None:
         assert ("--gpus-per-node=1" in planned.script()) == ("gpu" in partition)
 
 
+def test_hidden_partitions_and_that_of_the_environment(
+    tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = "echo 'short*|0:30:00|(null)\ngpu|1-00:00:00|gpu:8'"
+    fake("sinfo", f"{listed}; [ $1 = --all ] && echo 'own|infinite|gpu:4'")
+    options = ("launch.slurm.partition=own", "launch.slurm.time=3-0", "train.device=auto")
+    assert "--gpus-per-node=1" in plan("simclr/digits", words(tmp_path, "run", *options)).script()
+    with pytest.raises(UserError, match="short allows at most 30 min"):
+        plan("simclr/digits", words(tmp_path, "run", "launch.slurm.time=90"))
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")  # overrides what the script says
+    planned = plan("simclr/digits", words(tmp_path, "run", "launch.slurm.time=90"))
+    assert "partition gpu\n" in planned.describe()
+    monkeypatch.setenv("SBATCH_PARTITION", "gpus")
+    with pytest.raises(UserError, match="SBATCH_PARTITION=gpus: no partition"):
+        plan("simclr/digits", words(tmp_path, "run"))
+
+
 def test_a_run_is_not_submitted_twice(tmp_path: Path, fake: Fake) -> None:
     queue.note(tmp_path / "run", {tmp_path / "run": "12"})
     fake("squeue", "echo '12|PENDING|Priority'")

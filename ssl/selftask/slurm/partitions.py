@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,10 @@ class Partition:
 
 
 def chosen(launch: LaunchConfig) -> list[Partition]:
-    """Return the partitions named in ``launch.slurm``, or the default one; none without SLURM.
+    """Return the partitions of the job; none without SLURM.
+
+    They are those of ``$SBATCH_PARTITION``, which overrides options in a batch script, else those
+    named in ``launch.slurm``, else the default one.
 
     Raises:
         UserError: If a named partition does not exist, or the time of the job exceeds the limit of
@@ -36,19 +40,21 @@ def chosen(launch: LaunchConfig) -> list[Partition]:
 def _named(slurm: dict[str, Any]) -> list[Partition]:
     partitions: dict[str, Partition] = {}
     default: list[Partition] = []
-    for line in lines("sinfo", "--noheader", "--format=%P|%l|%G"):
+    for line in lines("sinfo", "--all", "--noheader", "--format=%P|%l|%G"):  # hidden ones, too
         name, limit, resources = (cell.strip() for cell in line.split("|", 2))
         partition = Partition(name.rstrip("*"), minutes(limit), "gpu" in resources)
         before = partitions.get(partition.name, partition)  # one line per node type
         partition = replace(partition, gpus=partition.gpus or before.gpus)
         partitions[partition.name] = partition
         default = [partition] if name.endswith("*") else default
-    if not partitions or "partition" not in slurm:
+    key, asked = "launch.slurm.partition", slurm.get("partition")
+    if of_user := os.environ.get("SBATCH_PARTITION"):
+        key, asked = "SBATCH_PARTITION", of_user
+    if not partitions or asked is None:
         return default
-    names = str(slurm["partition"]).split(",")
+    names = str(asked).split(",")
     for name in names:
-        key = f"launch.slurm.partition={slurm['partition']}"
-        check_known(name, partitions, f"{key}: no partition {name!r} on this cluster")
+        check_known(name, partitions, f"{key}={asked}: no partition {name!r} on this cluster")
     return [partitions[name] for name in names]
 
 

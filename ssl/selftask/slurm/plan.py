@@ -71,6 +71,7 @@ class Plan:
         limit = minutes(slurm.get("time", DEFAULT_MINUTES)) or DEFAULT_MINUTES
         default = "" if "time" in slurm else " (launch.slurm.time is not set)"
         per_rank = config.train.batch_size // launch.world_size
+        partition = os.environ.get("SBATCH_PARTITION") or slurm.get("partition", "(the default)")
         lines = {
             "run": f"{config.method.name} with {title(config.backbone)}, {config.recipe}",
             "data": f"{self.num_samples} images",
@@ -78,7 +79,7 @@ class Plan:
             "batch": f"{config.train.batch_size} images = {per_rank} a rank",
             "steps": f"{length.total_steps} in {length.num_epochs} epochs",
             "time": f"{show_minutes(limit)} a job{default}",
-            "queue": f"partition {slurm.get('partition', '(the default)')}",
+            "queue": f"partition {partition}",
             "requeue": (
                 f"on preemption; on time-out, {launch.max_requeues} times; after a failure, "
                 f"{launch.max_restarts} times; warned "
