@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
 
 def test_files_of_processes_that_may_run_stay(tmp_path: Path) -> None:
     names = {
-        f".a.{socket.gethostname()}.{os.getppid()}.tmp": 0.0,  # runs here
+        f".a.{socket.gethostname()}.{os.getppid()}-{os.getppid()}.tmp": 0.0,  # runs here
         ".a.elsewhere.4194000.tmp": 600.0,  # may run there
         ".a.tmp": 1e6,  # of something else
         ".ab.elsewhere.4194000.tmp": 1e6,  # of another file
@@ -54,6 +55,23 @@ def test_files_of_processes_that_may_run_stay(tmp_path: Path) -> None:
         temporary.write_text("new")
     assert (tmp_path / "a").read_text() == "new"
     assert {path.name for path in tmp_path.iterdir()} == {"a", *names}
+
+
+def test_threads_may_replace_the_same_file(tmp_path: Path) -> None:
+    """The watchdog writes a status while the main thread may do so, too."""
+    path = tmp_path / "status.json"
+
+    def write(text: str) -> None:
+        with replacing(path) as temporary:
+            temporary.write_text(text)
+
+    with replacing(path) as temporary:
+        temporary.write_text("of this thread")
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(write, "of the other").result()
+        assert path.read_text() == "of the other"
+    assert path.read_text() == "of this thread"
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_an_error_leaves_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import glob
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,10 +23,11 @@ OLD_S = 3600.0  # age at which another machine's temporary file counts as abando
 def replacing(path: Path) -> Iterator[Path]:
     """Context manager that yields a temporary path, whose file replaces ``path`` at exit.
 
-    A reader never sees an incomplete file. After an error the temporary file is removed. Temporary
-    files of killed processes are removed the next time the file is written.
+    A reader never sees an incomplete file. Each thread has a temporary file of its own. After an
+    error it is removed; those of killed processes are removed the next time the file is written.
     """
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    writer = f"{socket.gethostname()}.{os.getpid()}-{threading.get_native_id()}"
+    temporary = path.with_name(f".{path.name}.{writer}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)
@@ -46,7 +48,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def _remove_abandoned(path: Path) -> None:
-    pattern = re.compile(re.escape(f".{path.name}.") + r"(.*)\.(\d+)\.tmp")
+    pattern = re.compile(re.escape(f".{path.name}.") + r"(.*)\.(\d+)(?:-\d+)?\.tmp")
     with suppress(OSError):  # another process may be cleaning up, too
         for name in glob.glob(glob.escape(str(path.with_name(f".{path.name}."))) + "*.tmp"):
             match = pattern.fullmatch(os.path.basename(name))
