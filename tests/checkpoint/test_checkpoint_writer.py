@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import sys
 import threading
@@ -242,10 +243,10 @@ def test_rows_are_on_disk_before_the_checkpoint_that_counts_them(
     rows.write_text("{}\n")
     seen: list[str] = []
     fsync, replace = os.fsync, os.replace
-    process = f".{socket.gethostname()}.{os.getpid()}"  # in the names of temporary files
+    writing = rf"\.{re.escape(socket.gethostname())}\.\d+-\d+"  # in the names of temporary files
 
     def seen_fsync(handle: int) -> None:
-        seen.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name.replace(process, ""))
+        seen.append(re.sub(writing, "", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
         fsync(handle)
 
     def seen_replace(old: Path, new: Path) -> None:
