@@ -13,7 +13,7 @@ import torch
 import tiny
 from selftask.batch import Batch
 from selftask.errors import ConfigError, UserError
-from selftask.hooks.mixup import Mixup, unmixed
+from selftask.hooks.mixup import Mixup, keep_mask, unmixed
 
 
 def mixer(**args: Any) -> Mixup:
@@ -73,6 +73,29 @@ def test_cutmix_exchanges_a_box_and_counts_its_pixels() -> None:
             share * np.eye(4)[before.labels[i]] + (1 - share) * np.eye(4)[before.labels[i ^ 1]]
         )
         assert np.allclose(mixed.labels[i], expected, atol=1e-6)
+
+
+def test_the_box_is_around_the_drawn_center_and_clipped() -> None:
+    box = torch.tensor([[0.5, 0.25, 0.4, 0.5], [0.9, 0.1, 0.5, 0.5], [0.5, 0.5, 0.0, 0.0]])
+    lam, is_cut = torch.tensor([0.8, 0.75, 0.3]), torch.tensor([True, True, False])
+    keep, area = keep_mask(lam, box, is_cut, 10, 8)
+    expected = np.ones((3, 10, 8))
+    expected[0, 3:7, 0:4] = 0  # 0.5 * 10 -+ 2 and 0.25 * 8 -+ 2
+    expected[1, 6:10, 0:3] = 0  # 9 -+ 2.5 and 0.8 -+ 2, rounded to even
+    expected[2] = 0.3
+    assert np.allclose(keep[:, 0], expected.repeat(2, axis=0))
+    assert np.allclose(area, expected.mean(axis=(1, 2)))
+
+
+def test_shares_of_pairs_that_are_mixed_and_of_cutmix() -> None:
+    keys = [[0, index] for index in range(4000)]
+    lam, _, is_cut = mixer(mixup=0.4, cutmix=2.0, p=0.7, switch_p=0.2).draw(keys)
+    mixed = lam < 1
+    assert abs(mixed.mean() - 0.7) < 0.03
+    assert not is_cut[~mixed].any()
+    assert abs(is_cut[mixed].mean() - 0.2) < 0.03
+    for alpha, some in ((0.4, mixed & ~is_cut), (2.0, is_cut)):
+        assert abs(lam[some].var() - 0.25 / (2 * alpha + 1)) < 0.01  # of Beta(a, a)
 
 
 def test_lambda_is_beta() -> None:

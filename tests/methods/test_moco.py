@@ -113,16 +113,19 @@ def test_no_batch_of_an_accumulated_update_is_lost() -> None:
     assert not task.loss.pending
 
 
-def test_teacher_follows_the_updated_network() -> None:
-    """Eq. 2 with m = 0.9, after the step; no gradient reaches the teacher."""
-    task = MiniTask("moco", SMALL)
-    before = [p.clone() for p in task.loss.teacher.parameters()]
-    task.run(1)
-    students = list(task.base_model.parameters())
-    for old, new, student in zip(before, task.loss.teacher.parameters(), students, strict=True):
-        assert not torch.equal(old, student)
-        assert torch.allclose(new, 0.9 * old + 0.1 * student, rtol=0, atol=1e-12)
-        assert not new.requires_grad
+@pytest.mark.parametrize("momentum", [0.9, {"name": "cosine", "start": 0.5, "end": 1.0}])
+def test_teacher_follows_the_updated_network(momentum: Any) -> None:
+    """Eq. 2, after each of 9 steps, with m at its beginning; no gradient reaches the teacher."""
+    task = MiniTask("moco", {**SMALL, "momentum": momentum})
+    for step in range(3):
+        before = [p.clone() for p in task.loss.teacher.parameters()]
+        task.run(1)
+        m = 0.9 if momentum == 0.9 else 1 - 0.25 * (math.cos(math.pi * step / 9) + 1)
+        students = list(task.base_model.parameters())
+        for old, new, student in zip(before, task.loss.teacher.parameters(), students, strict=True):
+            assert not torch.equal(old, student)
+            assert torch.allclose(new, m * old + (1 - m) * student, rtol=0, atol=1e-12)
+            assert not new.requires_grad
 
 
 def test_momentum_is_constant_or_rises_along_a_cosine() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from selftask.api.trainer import Trainer
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.errors import ConfigError, UserError
+from selftask.hooks.plateau import Plateau
 
 STEM = "model.backbone.stem"
 RULES = (
@@ -93,6 +97,26 @@ def test_plateau_is_torchs(tmp_path: Path) -> None:
         assert row["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
         scheduler.step(row["loss"])
     assert 2 <= len({row["lr"] for row in rows}) < len(rows)
+
+
+def test_settings_and_state_of_the_plateau_are_torchs() -> None:
+    """Also after a resume at any row: during the patience, in the cooldown, at the least factor."""
+    args: dict[str, Any] = {"factor": 0.3, "patience": 1, "threshold": 0.1, "cooldown": 2}
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = ReduceLROnPlateau(optimizer, "min", **args, min_lr=0.01, eps=0.0)
+    losses = [1.0, 0.95, 0.93, 0.92, 0.91, 0.9, 0.7, *[0.69] * 20]
+    hook, factors = Plateau(metric="loss", mode="min", min_factor=0.01, **args), []
+    for step, loss in enumerate(losses, start=1):
+        task: Any = SimpleNamespace(steps_done=step, last_row={"loss": loss}, optimizer=Mock())
+        state, hook = hook.state_dict(), replace(hook)
+        hook.load_state_dict(state)
+        hook.on_start(task)
+        hook.on_row(task)
+        (factor,) = task.optimizer.multiply_lr.call_args.args
+        factors.append(factor())
+        theirs.step(loss)
+        assert factors[-1] == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+    assert sorted(set(factors)) == pytest.approx([0.01, 0.027, 0.09, 0.3, 1.0])
 
 
 def test_plateau_of_an_evaluation_that_also_runs_before_training(tmp_path: Path) -> None:

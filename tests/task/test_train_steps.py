@@ -29,7 +29,8 @@ from selftask.train_steps.grad_cache import GradCache
 from selftask.train_steps.sam import SAM
 
 PLAIN_HEAD = {"out_dim": 5, "norm": False}  # SimCLR's, without BatchNorm
-MOCO = {"out_dim": 5, "queue_size": 32, "symmetric": True}
+RISING = {"name": "cosine", "start": 0.5, "end": 1.0}  # a step too late would show
+MOCO = {"out_dim": 5, "queue_size": 32, "symmetric": True, "momentum": RISING}
 
 
 class Deeper(TinyBackbone):
