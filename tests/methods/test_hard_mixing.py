@@ -57,6 +57,17 @@ def test_figures_of_the_authors_code(seed: int, kind: str) -> None:
     assert float(gradient.norm()) == pytest.approx(expected[1], rel=1e-9)
 
 
+def test_the_hardest_entries_are_chosen_in_float32() -> None:
+    """In bfloat16 many similarities of a large queue are equal."""
+    queries = F.normalize(draw(0, 2, D).float(), dim=1)[None]
+    queue = F.normalize(draw(1, 4 * K * K, D).float(), dim=1)[None]
+    config = HardMixingConfig(mix_pairs=M, mix_hardest=HARD)
+    draws = draw(2, 2, 3 * M).float().abs()[None] % 1
+    expected = config.mixed(queries, queue, draws)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(config.mixed(queries, queue, draws), expected)
+
+
 def test_mixed_negatives_are_those_of_the_paper() -> None:
     """Section 3.3, one at a time: of the hardest entries only, on the sphere, without gradient."""
     query = F.normalize(draw(0, 2, 3, D), dim=2)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.config.fields import setting
+from selftask.models.precision import in_full_precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class HardMixingConfig:
         if self.num_mixed and self.mix_hardest > queue_size:
             yield f"mix_hardest: {self.mix_hardest} is more than queue_size: {queue_size}"
 
+    @in_full_precision
     def mixed(self, queries: Tensor, queue: Tensor, draws: Tensor) -> Tensor:
         """Return the mixed negatives (V, B, M, D) of queries, of unit length.
 
