@@ -241,6 +241,8 @@ def test_impossible_configs_are_refused() -> None:
         _task(mask_ratio=0.99)
     with pytest.raises(UserError, match=r"decoder_groups=8: the 12 features"):
         _task(decoder_groups=8)
+    with pytest.raises(UserError, match=r"image_weight=2.56: the backbone has no class token"):
+        _task(lambda: _vit(class_token=False, global_pool="avg"))
     with pytest.raises(UserError, match="have no module `mlp`"):
         _task(_without_mlp)
 

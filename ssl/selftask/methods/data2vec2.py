@@ -150,7 +150,8 @@ class Data2Vec2(MaskedPatches, EMATeacher):
 
         Raises:
             UserError: If all patches or none are hidden, if ``decoder_groups`` does not divide the
-                width of the backbone, or if a backbone that was not loaded has no positions.
+                width of the backbone, if a backbone that was not loaded has no positions, or if
+                ``image_weight`` needs a class token that the backbone lacks.
         """
         config, width = self.config, embed_dim(backbone)
         self.check_grid(adapter_of(backbone).built_grid)
@@ -169,7 +170,13 @@ class Data2Vec2(MaskedPatches, EMATeacher):
             groups=config.decoder_groups,
         )
         self.width = width
-        return Data2Vec2Network(backbone, decoder)
+        network = Data2Vec2Network(backbone, decoder)
+        if config.image_weight and not network.has_class_token:
+            raise UserError(
+                f"method.image_weight={config.image_weight:g}: the backbone has no class token; "
+                "set it to 0"
+            )
+        return network
 
     def averaged(self, network: Any) -> nn.Module:
         return MLPOutputs(network.backbone, self.config.top_blocks)
