@@ -21,6 +21,8 @@ def test_relative_difference() -> None:
     assert relative_difference(tiny_one, -tiny_one, largest=1.0) == pytest.approx(2e-15)
     assert relative_difference(None, torch.zeros(2)) == 0.0, "no gradient is one of zero"
     assert relative_difference(None, torch.ones(2)) == 1.0
+    for other in ("text", 3, [1.0]):
+        assert relative_difference(None, other) == relative_difference(other, None) == math.inf
     for wrong in (one.float(), one[:1], one * math.nan, torch.tensor([1.0, math.inf]).double()):
         assert relative_difference(one, wrong) == math.inf
     assert relative_difference(torch.tensor([3]), torch.tensor([3])) == 0.0

@@ -142,7 +142,7 @@ def relative_difference(one: Any, many: Any, largest: float = 0.0) -> float:
     """Return the largest difference of two tensors, relative to their largest element.
 
     Args:
-        one: A tensor, None (compared as zeros), or any other value, such as a string.
+        one: A tensor, None (beside a tensor: zeros), or any other value, such as a string.
         many: The value to compare with.
         largest: Largest element of all tensors of this kind. Tensors below ``SMALL * largest`` may
             be rounding errors, so their difference is relative to ``SMALL * largest``.
@@ -153,8 +153,10 @@ def relative_difference(one: Any, many: Any, largest: float = 0.0) -> float:
     """
     if one is None and many is None:
         return 0.0
-    one = torch.zeros_like(many) if one is None else one
-    many = torch.zeros_like(one) if many is None else many
+    if one is None and isinstance(many, Tensor):
+        one = torch.zeros_like(many)
+    if many is None and isinstance(one, Tensor):
+        many = torch.zeros_like(one)
     if not (isinstance(one, Tensor) and isinstance(many, Tensor)):
         return 0.0 if one == many else math.inf
     if one.shape != many.shape or one.dtype != many.dtype:
