@@ -153,6 +153,13 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
     return ["  ".join(line).rstrip() for line in lines]
 
 
+def close_name(name: str, names: Iterable[str]) -> str | None:
+    """Return the most similar of ``names``, ignoring case, or None if none is similar."""
+    lower = {known.lower(): known for known in names}
+    close = get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
+    return lower[close[0]] if close else None
+
+
 def nearest(name: str, names: Iterable[str], *, show: int = 12) -> str:
     """Return a hint for a wrong name: ``did you mean 'moco'?`` or the known names.
 
@@ -162,9 +169,8 @@ def nearest(name: str, names: Iterable[str], *, show: int = 12) -> str:
         show: Number of known names to list if none is close.
     """
     names = sorted(names)
-    close = get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {close[0]!r}?"
+    if close := close_name(name, names):
+        return f"did you mean {close!r}?"
     listed = ", ".join(names[:show]) + (", ..." if len(names) > show else "")
     return f"known: {listed}" if names else "there are none"
 

@@ -62,6 +62,24 @@ def test_names_are_compared_without_their_folder(tmp_path: Path) -> None:
     assert nearest_path("/nope") == "/nope does not exist"
 
 
+def test_case_of_a_name_does_not_matter_for_its_hint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "did you mean 'adamw'?" in error_of(["train", "simclr", "optimizer=AdamW"], capsys)
+    assert "did you mean 'byol'?" in error_of(["train", "BYOL"], capsys)
+    assert "did you mean 'ema'?" in error_of(["train", "simclr", "hooks.EMA={}"], capsys)
+
+
+def test_key_and_value_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    text = error_of(["train", "simclr", "eval.layers=[a,2]"], capsys)
+    assert text == "error: command line: eval.layers=['a', 2]: expected a whole number\n"
+
+
+def test_device_of_another_name_lists_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    text = error_of(["train", "simclr", "train.device=gpu"], capsys)
+    assert text == "error: command line: train.device='gpu': one of auto, cpu, cuda, mps, xpu\n"
+
+
 def test_difference_in_the_method_comes_before_views() -> None:
     configs = [load_config(f"{name}/images", [f"data={name}"]) for name in ("moco", "dino")]
     before, now = (_fixed(config.to_dict()) for config in configs)

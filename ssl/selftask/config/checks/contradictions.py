@@ -136,9 +136,7 @@ def _device(config: Config) -> Iterator[Problem]:
             "its local rank, and CUDA_VISIBLE_DEVICES or the launcher says which there are"
         )
     elif name not in DEVICES:
-        hint = nearest(name, list(DEVICES))
-        hint = hint if hint.startswith("did") else "one of " + ", ".join(DEVICES)
-        yield _named(f"train.device={name!r}: {hint}")
+        yield _named(f"train.device={name!r}: one of " + ", ".join(DEVICES))
     if kind == "mps" and config.launch.world_size > 1:
         yield _named(
             "train.device='mps' runs one process: it has no collectives; set launch.processes=1"

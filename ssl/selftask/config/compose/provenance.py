@@ -118,8 +118,9 @@ class Layers(list[Layer]):
         """
         origin = self.place_or_around(key)
         name, _, value = (origin or "").removeprefix("command line: ").partition("=")
-        shown = (f"={value}", f"={value!r}", f"={value.replace(',', ', ')}", f": {value};")
-        if name == dotted(key) and text.startswith(tuple(name + form for form in shown)):
+        bare = str.maketrans("", "", "'\" ")  # the text may have other quotes and spaces
+        repeated = text.translate(bare).startswith(f"{name}={value}".translate(bare))
+        if name == dotted(key) and (repeated or text.startswith(f"{name}: {value};")):
             origin = "command line"
         return shorten(f"{origin}: {text}" if origin else text, MAX_MESSAGE)
 

@@ -17,7 +17,7 @@ from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
 from omegaconf.errors import ValidationError
 
 from selftask.config.values.duration import parse_duration
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, close_name
 
 _NODES: dict[type, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -148,9 +148,9 @@ def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
     for choice in choices:
         if value == choice and isinstance(value, bool) == isinstance(choice, bool):
             return choice
-    hint = nearest(str(value), [str(choice) for choice in choices])
-    hint = hint if hint.startswith("did") else "one of " + ", ".join(map(str, choices))
-    raise Mismatch(hint)
+    wanted = "one of " + ", ".join(map(str, choices))
+    close = close_name(str(value), map(str, choices))
+    raise Mismatch(f"did you mean {close!r}? {wanted}" if close else wanted)
 
 
 def _first_of(value: Any, annotation: Any) -> Any:
@@ -163,7 +163,7 @@ def _first_of(value: Any, annotation: Any) -> Any:
             return convert(value, option)
         except Mismatch as mismatch:
             if "did you mean" in str(mismatch):
-                hint = str(mismatch)
+                hint = str(mismatch).partition(" one of ")[0]
     raise Mismatch(f"expected {describe(annotation)}" + (f"; {hint}" if hint else ""))
 
 
@@ -173,7 +173,8 @@ def _container(value: Any, annotation: Any) -> Any:
     is_fixed = kind is tuple and inner and inner[-1] is not Ellipsis
     fits = isinstance(value, dict if kind is dict else list | tuple)
     if not fits or (is_fixed and len(value) != len(inner)):
-        raise Mismatch(f"expected {describe(annotation)}")
+        one = kind is not dict and not is_fixed and isinstance(value, int | float)
+        raise Mismatch(f"expected {describe(annotation)}" + (f"; write [{value}]" if one else ""))
     if kind is dict:
         of_key, of_item = inner or (Any, Any)
         return {convert(key, of_key): convert(item, of_item) for key, item in value.items()}

@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
 from typing import Any
 
 from selftask.config.compose.provenance import show_path
 from selftask.config.config_class import config_class
 from selftask.config.keys import Key, dotted
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, close_name, nearest
 from selftask.registry import Registry
 
 
@@ -62,9 +61,8 @@ class Schema:
                 return f"did you mean {dotted((*key, inner, field.name))!r}?"
         words = {word: n for n, f in self.fields.items() for word in f.metadata.get("also", ())}
         words |= {name: name for name in self.fields}
-        close = get_close_matches(name, words, n=1)
-        if close:
-            return f"did you mean {dotted((*key, words[close[0]]))!r}?"
+        if close := close_name(name, words):
+            return f"did you mean {dotted((*key, words[close]))!r}?"
         return nearest(name, self.fields)
 
     def _inner_fields(self) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
