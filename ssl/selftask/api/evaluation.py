@@ -19,6 +19,7 @@ from selftask.cli.model.evaluate import (
 from selftask.cli.model.evaluate_words import OTHERS
 from selftask.cli.model.load_model import open_frozen
 from selftask.cli.model.result_row import described
+from selftask.config.compose.overrides import import_plugins
 from selftask.errors import UserError, check_known
 from selftask.registry import EVALUATIONS
 
@@ -58,7 +59,6 @@ def evaluate(
     Raises:
         UserError: If there is no such evaluation, or the model, images or labels do not fit it.
     """
-    check_known(name, EVALUATIONS, f"no evaluation named {name!r}")
     named = {"data": data, "data.val": data_val}
     given = {key: settings.pop(key, None) for key in OTHERS}
     plain = {key: value for key, value in given.items() if value is not None}
@@ -66,6 +66,8 @@ def evaluate(
     words += [
         f"{key}={str(value).lower() if key == 'trust' else value}" for key, value in plain.items()
     ]
+    import_plugins(words)
+    check_known(name, EVALUATIONS, f"no evaluation named {name!r}")
     name = by_protocol(name, *words)
     # The caller's random numbers stay the same; the draws of new random weights continue.
     with torch.random.fork_rng(devices=(), enabled=plain.get("weights") != "none"):

@@ -254,6 +254,34 @@ def test_what_eval_refuses(
     assert message in capsys.readouterr().err
 
 
+OWN_EVALUATION = """
+from dataclasses import dataclass
+from selftask.registry import register_evaluation
+
+@register_evaluation("own_count")
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    times: int = 1
+
+    def __call__(self, train, test):
+        return {"counted": float(self.times * len(test.features))}
+"""
+
+
+def test_eval_finds_an_evaluation_by_import(
+    exported: Path,
+    images: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "own_evaluation.py").write_text(OWN_EVALUATION)
+    monkeypatch.chdir(tmp_path)
+    words = [f"data={images}", "data.max_unreadable=1", "import=[own_evaluation]", "times=3"]
+    assert main(["eval", "own_count", str(exported), *words]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["counted"] == 12
+
+
 def test_eval_computes_with_the_threads_asked_for(exported: Path, images: Path) -> None:
     before = torch.get_num_threads()
     try:

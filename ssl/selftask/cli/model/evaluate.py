@@ -14,6 +14,7 @@ from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import FROZEN, WEIGHTS, Frozen
 from selftask.cli.options import asks_for_help, is_setting, refuse_ranks, run_subcommand
 from selftask.cli.verbosity import USAGE as VERBOSITY
+from selftask.config.compose.overrides import import_plugins
 from selftask.config.config_class import config_class
 from selftask.distributed.world import read_world
 from selftask.errors import UserError, check_known
@@ -81,7 +82,8 @@ def main(argv: list[str]) -> int:
     name, models = by_protocol(*argv), [*takewhile(lambda word: not is_setting(word), argv[1:])]
     if not models:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
-    check_known(name, [*EVALUATIONS.names(), *COMMANDS], f"no evaluation named {name!r}")
+    import_plugins(argv)
+    check_known(name, {*EVALUATIONS.names(), *COMMANDS}, f"no evaluation named {name!r}")
     for address in models:
         row = _row(name, address, argv[1 + len(models) :])
         if row:  # rank 0 has the results

@@ -11,6 +11,7 @@ from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.load_model import without_old_val
 from selftask.cli.options import take
+from selftask.config.compose.overrides import import_plugins
 from selftask.config.schema import Config
 from selftask.config.trust import take_trust
 from selftask.errors import UserError, check_known
@@ -81,6 +82,7 @@ def read_request(words: list[str]) -> tuple[Request, Config]:
     if not exists(run / "config.yaml"):
         raise UserError(f"{run}: there is no such run")
     names = [word for word in words[1:] if "=" not in word]
+    import_plugins(words)
     for name in names:
         check_known(name, EVALUATIONS, f"no evaluation named {name!r}")
     which, rest = take("checkpoints", [word for word in words[1:] if "=" in word])
