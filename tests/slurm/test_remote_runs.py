@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,28 @@ def wait_for(happened: Callable[[], bool]) -> None:
 def rows(text: str) -> list[dict[str, float]]:
     read = [json.loads(line) for line in text.splitlines()]
     return [{name: row[name] for name in row if name not in TIMES} for row in read]
+
+
+def test_a_folder_may_be_removed_while_it_is_listed(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotation removes sharded checkpoints while the mirror looks for changes."""
+    old, new = (tmp_path / "run" / "checkpoints" / f"step_{step}" for step in (1, 2))
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+    scan = os.scandir
+
+    def remove_and_scan(path: Any) -> Any:
+        if str(path) == str(old):
+            old.rename(tmp_path / "removed")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", remove_and_scan)
+    monkeypatch.setattr(mirror, "TRIES", 1)
+    with mirror.mirrored(OUT, tmp_path / "run", {}):
+        pass
+    assert [*addresses.walk(OUT)] == ["checkpoints/step_2/manifest.json"]
 
 
 def test_trains_resumes_exports_and_evaluates(

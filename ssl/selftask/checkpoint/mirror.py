@@ -12,7 +12,9 @@ Two runs at one address are detected only on the same machine, since stores have
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -220,18 +222,21 @@ class _Mirror:
 def _stamps(folder: Path) -> dict[str, Stamp]:
     """Return the stamps of a run's files by relative path, without temporary files."""
     stamps = {}
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        parts = name.split("/")
-        if parts[-1] == ".lock" or any(p.endswith(".tmp") or "replaced_" in p for p in parts):
-            continue
-        try:
-            status = path.stat()
-        except FileNotFoundError:  # removed after it was listed
-            continue
-        if path.is_file():
-            stamps[name] = (status.st_mtime_ns, status.st_size)
+    for above, folders, files in os.walk(folder):  # unlike rglob, it skips removed folders
+        folders[:] = [name for name in folders if not _is_skipped(name)]
+        for path in (Path(above, name) for name in files if not _is_skipped(name)):
+            try:
+                status = path.stat()
+            except FileNotFoundError:  # removed after it was listed
+                continue
+            if stat.S_ISREG(status.st_mode):
+                name = path.relative_to(folder).as_posix()
+                stamps[name] = (status.st_mtime_ns, status.st_size)
     return stamps
+
+
+def _is_skipped(name: str) -> bool:
+    return name == ".lock" or name.endswith(".tmp") or "replaced_" in name
 
 
 def _manifest_of(name: str) -> str:
