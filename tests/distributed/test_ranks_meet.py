@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import subprocess
 import time
 from contextlib import AbstractContextManager
@@ -145,6 +146,23 @@ def test_an_early_error_is_left_for_rank_0(tmp_path: Path, monkeypatch: pytest.M
     with report_early_errors(tmp_path):
         pass
     assert find_early_error(tmp_path, ":n1:7::") is None, "it has started again"
+
+
+def test_an_error_of_the_command_before_does_not_end_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun on each machine by hand: the attempts have the same name, and rank 1 starts later."""
+    monkeypatch.setattr(early_errors, "_EVERY_S", 0.01)
+    ended = threading.Event()
+    monkeypatch.setattr(early_errors, "_end_process", lambda rank, failure: ended.set())
+    error = {"attempt": ":n1:7::", "message": "no data", "updated": time.time() - 60}
+    (tmp_path / "errors").mkdir()
+    write_json(tmp_path / "errors" / "early_rank1.json", error)
+    first = World(0, 2, 0, 1, launcher="torchrun", attempt=":n1:7::")
+    with early_errors.watch_others(tmp_path, first, lambda failure: None):
+        assert not ended.wait(0.3)
+        write_json(tmp_path / "errors" / "early_rank1.json", {**error, "updated": time.time()})
+        assert ended.wait(20)
 
 
 def test_the_others_learn_how_rank_0_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

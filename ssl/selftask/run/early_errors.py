@@ -22,6 +22,7 @@ log = get_logger(__name__)
 
 _EVERY_S = 1.0
 _WARN_S = 60.0  # interval between warnings about ranks that have not arrived
+_SKEW_S = 15.0  # by which a rank may start before rank 0, or its clock be behind
 _MOST = 12  # largest number of ranks in a warning
 _STARTED = time.time()  # of this process; files of rank 0 from before are of an earlier attempt
 _PRESENT = ("running", "finished")  # states of a run whose rank 0 has not ended early
@@ -52,11 +53,17 @@ def report_early_errors(out: str | Path) -> Iterator[None]:
         raise
 
 
-def find_early_error(out: Path, attempt: str) -> Failure | None:
-    """Return an error that a rank wrote in this attempt, or None."""
+def find_early_error(out: Path, attempt: str, since: float = 0.0) -> Failure | None:
+    """Return an error that a rank wrote in this attempt, or None.
+
+    Args:
+        out: The run folder.
+        attempt: Identifier of this attempt.
+        since: Time in seconds since 1970; older errors are of an earlier attempt.
+    """
     for path in sorted((out / "errors").glob("early_rank*.json")):
         content = read_json(path)
-        if content.get("attempt") == attempt:
+        if content.get("attempt") == attempt and content.get("updated", 0.0) >= since:
             rank = int(path.stem.removeprefix("early_rank"))
             return Failure(rank, str(content.get("message")))
     return None
@@ -99,6 +106,9 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
     """
     over = threading.Event()
     arrival = _arrival_file(out, world.rank)
+    # started on each machine by hand, a second attempt may be named like the first
+    by_hand = world.launcher in ("torchrun", "mpi")
+    since = _STARTED - _SKEW_S if by_hand else 0.0
 
     def watch() -> None:
         began = warned = time.monotonic()
@@ -106,7 +116,7 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
             if world.rank:
                 failure = find_end_of_rank0(out, world.attempt, _STARTED)
             else:
-                failure = find_early_error(out, world.attempt)
+                failure = find_early_error(out, world.attempt, since)
             if failure is not None and not over.is_set():
                 report(failure)
                 _end_process(world.rank, failure)
