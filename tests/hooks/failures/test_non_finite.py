@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from selftask.cli.main import main
 from selftask.hooks.base import function_hook
 from selftask.hooks.failures.non_finite import NonFiniteLoss, is_finite
 from selftask.hooks.writers.csv_table import Csv
-from selftask.task import build
+from selftask.task import build, repeat
 from selftask.task.loop import Interrupted, train_loop
 from selftask.task.replay import replay
 
@@ -160,6 +161,45 @@ def test_skip_goes_on_within_its_budget(tmp_path: Path) -> None:
     ]
     more = ("train.on_nan=skip", "train.nan_budget=0", "out=" + str(tmp_path / "other"))
     assert "after 0 skipped steps" in failure(tmp_path, *more, inject("nan_input", 4))
+
+
+def skip(folder: Path, out: str, bad: set[int], *more: str) -> Any:
+    """A run that skips the steps ``bad``."""
+    task = tiny.task("simclr", folder, out, "train.on_nan=skip", "train.max_steps=5", *more)
+
+    def spoil(task: Any) -> None:
+        if task.steps_done + 1 in bad:
+            task.last_batch.loss = task.last_batch.loss + torch.inf
+
+    task.add_hook(function_hook(on_loss_and_meter=spoil), "spoil")
+    with suppress(Interrupted):
+        train_loop(task)
+    return task
+
+
+def test_the_budget_is_of_steps_in_a_row_also_across_a_resume(tmp_path: Path) -> None:
+    once = "train.nan_budget=1"
+    assert skip(tmp_path, "apart", {2, 4}, once).clock.skipped == 2
+    assert skip(tmp_path, "parts", {2}, once, "train.stop_at=2").clock.skipped == 1
+    with pytest.raises(NonFiniteLoss, match=r"at step 3 .*, after 1 skipped steps"):
+        skip(tmp_path, "parts", {3}, once)
+
+
+def test_the_first_failures_of_a_run_are_dumped(tmp_path: Path) -> None:
+    """Steps after a resume are not the first ones."""
+    skip(tmp_path, "run", {1, 2}, "train.nan_budget=9", "train.stop_at=2")
+    skip(tmp_path, "run", {3, 4, 5}, "train.nan_budget=9")
+    dumped = sorted(folder.name for folder in (tmp_path / "run/failures").iterdir())
+    assert dumped == ["step_1", "step_2", "step_3"]
+
+
+def test_a_run_does_not_repeat_more_steps_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is the third one, and the run has no checkpoint."""
+    for most, message in ((2, "the last checkpoint is of step 0"), (3, "step 3 on rank 0: its im")):
+        monkeypatch.setattr(repeat, "MOST_REPEATED", most)
+        assert message in failure(tmp_path, inject("nan_input", 3), f"out={tmp_path}/{most}")
 
 
 def test_terms_in_a_row_are_those_of_a_step_that_counts(tmp_path: Path) -> None:
