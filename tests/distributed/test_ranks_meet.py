@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import subprocess
+import threading
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -151,7 +151,7 @@ def test_an_early_error_is_left_for_rank_0(tmp_path: Path, monkeypatch: pytest.M
 def test_an_error_of_the_command_before_does_not_end_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun on each machine by hand: the attempts have the same name, and rank 1 starts later."""
+    """torchrun on each machine by hand: attempts have the same name, and rank 1 starts later."""
     monkeypatch.setattr(early_errors, "_EVERY_S", 0.01)
     ended = threading.Event()
     monkeypatch.setattr(early_errors, "_end_process", lambda rank, failure: ended.set())
