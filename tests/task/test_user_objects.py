@@ -88,6 +88,16 @@ def test_what_is_no_batch_is_told_with_its_number(item: Any) -> None:
         as_batch(item, 7, 4)
 
 
+def test_a_smaller_last_batch_has_indices_of_its_own(tmp_path: Path) -> None:
+    views = [[torch.randn(size, 3, 8, 8)] * 2 for size in (8, 8, 5)]
+    task = selftask.create_task("simclr", backbone=network(), batches=views, out=tmp_path)
+    indices = []
+    for _ in zip(range(3), task.steps(), strict=False):
+        indices += task.last_batch.index.tolist()
+    task.close()
+    assert indices == list(range(21))
+
+
 def test_random_numbers_of_the_caller_stay_the_same(tmp_path: Path) -> None:
     """The first batch is read here, of a DataLoader that shuffles."""
     words: dict[str, Any] = {"backbone": network(), "out": tmp_path}

@@ -59,7 +59,7 @@ def settings_of(first: Batch) -> dict[str, Any]:
     return {"train.batch_size": size, "views": groups, **unused}
 
 
-def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
+def as_batch(item: Any, number: int, batches_per_epoch: int, full_size: int = 0) -> Batch:
     """Return a ``Batch`` of this rank, made from a tensor, views or (views, labels).
 
     If the last element is a vector of integers, it is taken as the labels. A ``Batch`` is copied,
@@ -72,6 +72,8 @@ def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
             dict of view groups; or a tuple of these and labels (B,).
         number: Index of the batch, counted from the start of training.
         batches_per_epoch: Number of batches per epoch.
+        full_size: Size of all batches of this rank but the last of an epoch, which may be smaller.
+            0 means the size of this batch.
 
     Raises:
         UserError: If the item is none of these, or its views are not floating-point tensors.
@@ -97,7 +99,7 @@ def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
             "list of them, (views, labels), or a selftask.batch.Batch"
         )
     size, device = len(every[0]), every[0].device
-    start = (position * world_size() + rank()) * size
+    start = (position * world_size() + rank()) * (full_size or size)
     index = torch.arange(start, start + size)
     return Batch(
         views=views,
@@ -142,10 +144,11 @@ class TaskOfBatches(Task):
 
     def _train_batches(self, first: int) -> Iterator[Batch]:
         number, per_epoch = first, self.length.batches_per_epoch
+        full_size = self.config.train.batch_size // world_size()
         while True:
             epoch, start = divmod(number, per_epoch)
             for item in read_epoch(self.user_batches, epoch, start, self.config.train.seed):
-                yield _moved(as_batch(item, number, per_epoch), self.device)
+                yield _moved(as_batch(item, number, per_epoch, full_size), self.device)
                 number += 1
             if number < (epoch + 1) * per_epoch:
                 raise UserError(
