@@ -132,8 +132,20 @@ def test_the_best_weights_of_a_backbone_of_ones_own_are_exported(
         append_row(tmp_path / "metrics.jsonl", {"step": step, "knn_top1": value})
     write_json(tmp_path / "status.json", {"state": "finished"})
     exported: list[Any] = []
-    monkeypatch.setattr(export, "main", exported.append)
+    uploaded: list[Any] = []
+
+    def write_export(words: list[str]) -> None:
+        exported.append(words)
+        (tmp_path / "export/student").mkdir(parents=True)
+        for name in ("backbone.pt", "student/backbone.json"):
+            (tmp_path / "export" / name).touch()
+
+    monkeypatch.setattr(export, "main", write_export)
+    monkeypatch.setattr("selftask.files.addresses.upload", lambda *pair: uploaded.append(pair[1]))
     monkeypatch.setattr("selftask.run.status.Status.is_finished", lambda self: True)
     monkeypatch.setattr("selftask.run.status.Status.__init__", lambda self, config: None)
-    adapt.conclude(SimpleNamespace(out_folder=tmp_path))  # type: ignore[arg-type]
+    remote = SimpleNamespace(out="memory://bucket/run", out_folder=tmp_path)
+    adapt.conclude(remote)  # type: ignore[arg-type]
     assert exported == [[f"{tmp_path}@best", "trust=true"]]
+    names = ("backbone.pt", "student/backbone.json")
+    assert sorted(uploaded) == [f"memory://bucket/run/export/{name}" for name in names]

@@ -245,6 +245,7 @@ def conclude(config: Config) -> None:
     The best features are exported, unless the last ones are the best and better than those at the
     start. Nothing is compared before the run has finished, or with fewer than two k-NN results.
     """
+    from selftask.checkpoint.mirror import upload_files
     from selftask.logs import read_metrics
     from selftask.run.status import Status
 
@@ -266,7 +267,8 @@ def conclude(config: Config) -> None:
     )
     if scores[last] == scores[best] and best != start:
         print("adapt: the features are better than at the start; export/ has those of the end")
-    elif best == start:
+        return
+    if best == start:
         _export_start(config)
         word = "not better" if scores[last] == scores[start] else "worse"
         print(f"adapt: the features are {word} than at the start; export/ has those of the start")
@@ -278,6 +280,7 @@ def conclude(config: Config) -> None:
             f"adapt: the features are best at step {best}, better than at the start; later ones "
             "are worse; export/ has those of that step"
         )
+    upload_files(config.out, config.out_folder, "export/**/*.*")  # the run is uploaded already
 
 
 def _export_start(config: Config) -> None:
