@@ -57,6 +57,8 @@ def main(argv: list[str]) -> int:
     places = [Path(local_run(word)) for word in words]
     folders = [run for place in places for run in _runs_in(place)]
     if len(folders) > 1:
+        if asked not in (None, "false"):
+            raise UserError(f"images={asked}: is for one run, and there are {len(folders)}")
         return _compare(list(dict.fromkeys(folders)), path, sort or "")
     if sort:
         raise UserError(f"sort={sort}: is for several runs, and there is one: {folders[0]}")

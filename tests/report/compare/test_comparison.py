@@ -198,6 +198,7 @@ def test_runs_of_a_read_only_folder_are_compared(
         (["empty"], "empty: not a run folder, and there are no runs below it"),
         (["nowhere"], "nowhere: there is no such run"),
         (["run", "sort=loss"], "sort=loss: is for several runs, and there is one: run"),
+        (["run", "other", "images=100"], "images=100: is for one run, and there are 2"),
         ([], "report needs a RUN"),
     ],
 )
@@ -211,6 +212,7 @@ def test_mistakes_of_report(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     write_run(tmp_path / "run")
+    write_run(tmp_path / "other")
     assert main(["report", *words]) == 2
     assert message in capsys.readouterr().err
 
