@@ -8,6 +8,9 @@ from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.errors import UserError, nearest
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
 
 MAX_CLASSES = 10_000_000  # the largest label sets the number of rows in every head
 
@@ -49,11 +52,16 @@ def is_labeled(source: Source) -> bool:
     return count_unlabeled(source) < len(source)
 
 
+def _has_labels(source: Source) -> bool:
+    return source.labels is not None and bool((source.labels >= 0).any())
+
+
 def align_classes(source: Source, model: Source, key: str) -> None:
     """Renumber the classes of ``source`` so that equal names have the same number as in ``model``.
 
     Each source numbers its own classes. If one of the sources lacks a class, all its later numbers
-    would be shifted. Nothing is changed if one of the sources has no class names.
+    would be shifted. Nothing is changed if one of the sources has no class names. If its labels are
+    numbers, this is logged as a warning.
 
     Args:
         source: Source to renumber.
@@ -66,6 +74,14 @@ def align_classes(source: Source, model: Source, key: str) -> None:
     if not isinstance(source, Source) or not isinstance(model, Source):
         return  # a user's class that does not derive from Source: it has no class names
     ours, theirs = source.class_names(), model.class_names()
+    if bool(ours) != bool(theirs) and _has_labels(source) and _has_labels(model):
+        names = ours or theirs or []
+        log.warning(
+            "the classes of %s have names, those of %s are numbers: 0 is taken as %r, and so on in "
+            "the order of the names",
+            *((key, "data") if ours else ("data", key)),
+            names[0],
+        )
     if not ours or not theirs or ours == theirs:
         return
     numbers = {name: number for number, name in enumerate(theirs)}

@@ -299,3 +299,22 @@ def test_class_names_of_a_validation_set_that_lacks_a_class(tmp_path: Path, name
     align_classes(val, train, "data.val")
     assert val.class_names() == train.class_names() == ["a", "b", "c"]
     assert val.labels.tolist() == [val[i][1] for i in range(2)] == [1, 2]
+
+
+def test_numbers_beside_class_names_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The numbers of ImageNet's own list of validation labels are not those of sorted names."""
+    for label in "ab":
+        Image.new("RGB", (4, 4)).save(tmp_path / f"{label}.png")
+    labels = {"names": "ab", "numbers": "10", "none": ("", "")}
+    for name, column in labels.items():
+        rows = "".join(f"{path}.png,{label}\n" for path, label in zip("ab", column, strict=True))
+        (tmp_path / f"{name}.csv").write_text(f"path,label\n{rows}")
+    opened = {name: build("table", path=str(tmp_path / f"{name}.csv")) for name in labels}
+    align_classes(opened["none"], opened["names"], "data.val")
+    assert "classes" not in caplog.text
+    align_classes(opened["numbers"], opened["names"], "data.val")
+    assert "of data have names, those of data.val are numbers: 0 is taken as 'a'" in caplog.text
+    align_classes(opened["names"], opened["numbers"], "data.val")
+    assert "of data.val have names, those of data are numbers: 0 is taken as 'a'" in caplog.text
