@@ -24,7 +24,7 @@ from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid
 from selftask.models.network import Network, PatchOutput
-from selftask.models.precision import in_full_precision
+from selftask.models.precision import to_float32
 from selftask.models.predictors.memory_predictor import MemoryPredictor
 from selftask.models.predictors.patch_predictor import transformer_blocks
 from selftask.registry import register_method
@@ -116,15 +116,14 @@ class CAE(KeptPatches):
         tokens = self.tokenizer.on_grid(images, self.grid_of(*images.shape[2:]))  # (B, N)
         batch["tokens"] = tokens.gather(1, batch["mask"].asked[:, 0])
 
-    @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the two terms of the loss, means over patches.
 
         ``output.prediction`` is a ``MaskedPredictions``.
         """
         features, scores, targets = output.prediction
-        tokens = F.cross_entropy(scores.flatten(0, 1), batch["tokens"].flatten())
-        difference = F.mse_loss(features, targets)
+        tokens = F.cross_entropy(to_float32(scores).flatten(0, 1), batch["tokens"].flatten())
+        difference = F.mse_loss(to_float32(features), to_float32(targets))
         return {"masked_tokens": tokens, "masked_features": self.config.feature_weight * difference}
 
     @property

@@ -134,12 +134,15 @@ class Colorization(ViewPixels):
             ones = torch.ones_like(nearest, dtype=self.counts.dtype)
             self.pending.append(torch.zeros_like(self.counts).scatter_add_(0, nearest, ones))
 
-    @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
         """Return the loss of eq. 2 for the scores ``output.prediction`` (B, Q, h, w)."""
+        return self._loss(output.prediction, batch["target"])
+
+    @in_full_precision
+    def _loss(self, scores: Tensor, target: SoftColors) -> Tensor:
         smooth = self.kernel @ (self.counts / self.counts.sum())
         weights = rebalancing(smooth, self.config.uniform_share)
-        return color_loss(output.prediction, batch["target"], weights)
+        return color_loss(scores, target, weights)
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:

@@ -20,7 +20,7 @@ from selftask.methods.families.masked_patches import KeptPatches
 from selftask.models.distillation.patch_targets import PatchTeacher
 from selftask.models.features.tokens import gather_tokens
 from selftask.models.network import PatchOutput
-from selftask.models.precision import in_full_precision
+from selftask.models.precision import to_float32
 from selftask.registry import register_method
 
 
@@ -61,8 +61,7 @@ class DBOT(KeptPatches):
         masked = gather_tokens(patches, batch["mask"].asked[:, 0])
         batch["targets"] = F.layer_norm(masked, masked.shape[-1:])
 
-    @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
         """Return the mean smooth L1 distance of predictions (B, 1, M, D) and targets."""
-        beta = self.config.beta
-        return F.smooth_l1_loss(output.prediction[:, 0], batch["targets"], beta=beta)
+        prediction, targets = to_float32(output.prediction[:, 0]), to_float32(batch["targets"])
+        return F.smooth_l1_loss(prediction, targets, beta=self.config.beta)

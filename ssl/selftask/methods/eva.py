@@ -20,7 +20,7 @@ from selftask.methods.families.masked_patches import BlockMaskedPatches, mean_of
 from selftask.models.distillation.patch_targets import PatchTeacher
 from selftask.models.features.tokens import gather_tokens
 from selftask.models.network import PatchOutput
-from selftask.models.precision import in_full_precision
+from selftask.models.precision import to_float32
 from selftask.registry import register_method
 
 
@@ -77,8 +77,8 @@ class EVA(BlockMaskedPatches):
         _, patches = self.teacher.on_grid(batch.all_views[0], batch["grid"])
         batch["targets"] = gather_tokens(patches, batch["hidden"][0])
 
-    @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
         """Return the mean of -cos(prediction, target) over hidden patches, both (B, H, D)."""
-        cosines = F.cosine_similarity(output.prediction, batch["targets"], dim=2)
+        prediction, targets = to_float32(output.prediction), to_float32(batch["targets"])
+        cosines = F.cosine_similarity(prediction, targets, dim=2)
         return mean_of_hidden(-cosines, batch["hidden"][1])

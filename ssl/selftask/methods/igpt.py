@@ -21,7 +21,7 @@ from selftask.methods.base import Task
 from selftask.methods.families.view_pixels import ViewPixels
 from selftask.models.build import embed_dim
 from selftask.models.network import Network, PatchOutput
-from selftask.models.precision import in_full_precision, to_float32
+from selftask.models.precision import to_float32
 from selftask.registry import register_method
 
 
@@ -84,10 +84,9 @@ class IGPT(ViewPixels):
         pixels = F.adaptive_avg_pool2d(images, batch.output.features.tokens.grid)
         batch["colors"] = palette_colors(pixels, self.config.levels)
 
-    @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
         """Return the cross-entropy of scores (B, T, K) with the colors of the last T patches."""
-        scores = output.prediction
+        scores = to_float32(output.prediction)
         colors = batch["colors"][:, -scores.shape[1] :]
         return F.cross_entropy(scores.flatten(0, 1), colors.flatten())
 

@@ -22,7 +22,7 @@ from selftask.models.distillation.attention_teacher import AttentionTeacher
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid, gather_tokens
 from selftask.models.network import Network, PatchOutput
-from selftask.models.precision import in_full_precision
+from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.predictors.memory_predictor import MemoryBlock, MemoryPredictor
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
@@ -96,13 +96,13 @@ class MILAN(KeptPatches):
         batch["targets"] = torch.cat([class_token[:, None], gather_tokens(patches, order)], dim=1)
         batch.input = (images, batch["mask"])
 
-    @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
         """Return the mean squared distance of normalized predictions and targets.
 
         ``output.prediction`` is (B, 1 + N, D).
         """
-        return 2 - 2 * F.cosine_similarity(output.prediction, batch["targets"], dim=2).mean()
+        prediction, targets = to_float32(output.prediction), to_float32(batch["targets"])
+        return 2 - 2 * F.cosine_similarity(prediction, targets, dim=2).mean()
 
 
 @in_full_precision
