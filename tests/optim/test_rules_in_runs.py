@@ -216,3 +216,15 @@ def check(*more: Any) -> int:
 def test_two_ranks_are_one(reduce: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Also resumed by another number of ranks, while parameters are frozen."""
     assert check("--steps=5", f"parallel.reduce={reduce}") == 0, capsys.readouterr().out
+
+
+def test_parameters_that_stay_frozen_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = "optimizer.groups=[{match: backbone.stem.0, freeze: 1 epoch}]"
+    tiny.train("simclr", tmp_path, "short", rule, "train.max_steps=2")
+    assert "the run ends before" in caplog.text
+    assert "such as network.backbone.stem.0.weight" in caplog.text
+    caplog.clear()
+    tiny.train("simclr", tmp_path, "long", rule, "train.max_steps=6")
+    assert "the run ends before" not in caplog.text

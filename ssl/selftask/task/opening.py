@@ -26,7 +26,8 @@ log = get_logger(__name__)
 def log_parts(task: Task) -> None:
     """Log model, run length, learning rate and parameter groups.
 
-    Also sets ``task.opening["model"]``; the first rank writes ``groups.txt``.
+    Also sets ``task.opening["model"]``; the first rank writes ``groups.txt``, and warns about
+    parameters that are frozen until the end of the run.
     """
     channels = task.data_module.channels
     lines = [*opening_lines(task.config, task.base_model, task.loss, channels)]
@@ -42,6 +43,22 @@ def log_parts(task: Task) -> None:
             log.log(DETAIL, "parameter groups of %s:\n  %s", dotted(key), "\n  ".join(table()))
             listing += table(most=0) if key == ("optimizer",) else [dotted(key), *table(most=0)]
         (task.out / "groups.txt").write_text("\n".join(listing) + "\n", encoding="utf-8")
+        _warn_of_untrained(task)
+
+
+def _warn_of_untrained(task: Task) -> None:
+    settings = (one for optimizer in task.all_optimizers for one in optimizer.settings)
+    total = task.length.total_steps
+    names = [one.parameter.name for one in settings if one.frozen_steps >= total]
+    if names:
+        log.warning(
+            "the run ends before %d %s %s trained, such as %s: shorten freeze in optimizer.groups, "
+            "or method.freeze_last_layer",
+            len(names),
+            plural("parameter", len(names)),
+            "is" if len(names) == 1 else "are",
+            names[0],
+        )
 
 
 def print_opening(task: Task) -> None:
