@@ -16,6 +16,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from page_blocks import write_files
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import check_data, copy_data, open_data
 
@@ -159,6 +160,18 @@ def test_sections(text: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(yaml.safe_load(text)) == {"data"}
     Path("mine.yaml").write_text(f"defaults: [/simclr/images]\n{text}")
     check_opens([], "mine.yaml", home)
+
+
+def test_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "rooms.py" in write_files("data", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = ["import=[rooms]", "data=rooms", "data.count=8", "train.batch_size=4"]
+    source = open_data(load_config("simclr/images", words).data).train
+    image, label = source[3]
+    assert (image.shape, label, image.max()) == ((32, 32, 3), 3, 63)
+    assert (source.extra(3, "caption"), source.extra(2, "side")) == ("a square", 24)
+    assert source.extra(0, "turned")[-1, 0, 0] == 60  # upper left, turned counterclockwise
+    assert source.describe() == "8 squares, 4 classes"
 
 
 def test_the_page_names_every_source() -> None:
