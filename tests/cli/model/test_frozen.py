@@ -16,6 +16,7 @@ from shown import shown
 from torch import Tensor
 
 import selftask
+from page_blocks import write_files
 from selftask.cli.main import main
 from selftask.cli.model.load_model import open_frozen
 from selftask.config.schema import Component
@@ -203,6 +204,7 @@ def test_parts_of_the_images_make_the_whole(exported: Path, images: Path, tmp_pa
     [
         (["out=x"], "needs a run or model before any key=value"),
         (["MODEL"], "needs out=DIR"),
+        (["MODEL", "out=x.csv"], "out=x.csv: expected a folder, or one table FILE.parquet"),
         (["MODEL", "out=x", "data.val=y"], "data.val: features reads data= only"),
         (["MODEL", "out=x", "dat=y"], "features: there is no 'dat'; did you mean 'data'?"),
         (["MODEL", "out=x", "train.batch_size=8"], "features: there is no 'train.batch_size'"),
@@ -254,20 +256,6 @@ def test_what_eval_refuses(
     assert message in capsys.readouterr().err
 
 
-OWN_EVALUATION = """
-from dataclasses import dataclass
-from selftask.registry import register_evaluation
-
-@register_evaluation("own_count")
-@dataclass(frozen=True, kw_only=True)
-class Count:
-    times: int = 1
-
-    def __call__(self, train, test):
-        return {"counted": float(self.times * len(test.features))}
-"""
-
-
 def test_eval_finds_an_evaluation_by_import(
     exported: Path,
     images: Path,
@@ -275,11 +263,12 @@ def test_eval_finds_an_evaluation_by_import(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "own_evaluation.py").write_text(OWN_EVALUATION)
+    assert write_files("evaluation", tmp_path) == ["centroid.py"]
     monkeypatch.chdir(tmp_path)
-    words = [f"data={images}", "data.max_unreadable=1", "import=[own_evaluation]", "times=3"]
-    assert main(["eval", "own_count", str(exported), *words]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["counted"] == 12
+    words = [f"data={images}", "data.max_unreadable=1", f"data.val={images}", "import=[centroid]"]
+    assert main(["eval", "centroid", str(exported), *words, "power=0.5"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 0.5 <= row["centroid_top1"] <= 1  # two images of each class, tested on themselves
 
 
 def test_eval_computes_with_the_threads_asked_for(exported: Path, images: Path) -> None:

@@ -49,6 +49,7 @@ An image that cannot be read has no row. Ranks of torchrun share the work: the s
 
 CLUSTERS, RANKING, PAGE = "clusters.csv", "ranking.csv", "ranking.html"
 _TABLE = ".parquet"
+_FILES = (".npy", ".npz", ".csv", ".pt", ".h5")  # not written; a folder of such a name is a mistake
 
 
 def main(argv: list[str]) -> int:
@@ -99,6 +100,8 @@ def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
     out, overrides = take("out", overrides)
     if not out:
         raise UserError("features needs out=DIR, the folder to write to")
+    if out.endswith(_FILES):
+        raise UserError(f"out={out}: expected a folder, or one table FILE.parquet")
     folder = [f"{out}/features.npy", f"{out}/features.json"]
     for path in [out] if out.endswith(_TABLE) else folder:
         if addresses.exists(path) if is_remote(out) else exists(expand_user(path)):
