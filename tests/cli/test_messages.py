@@ -51,6 +51,14 @@ def test_folder_of_arrays_names_the_source_that_reads_them(
     assert "no images" in text and "data.name=bands reads the .npy" in text
 
 
+def test_missing_run_names_a_similar_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "first").mkdir()
+    text = error_of(["eval", "knn", str(tmp_path / "frist"), "data=digits"], capsys)
+    assert f"no such file or run; did you mean {str(tmp_path / 'first')!r}?" in text
+
+
 def test_names_are_compared_without_their_folder(tmp_path: Path) -> None:
     for name in ("opt", "train", ".hidden"):
         (tmp_path / name).mkdir()
@@ -68,6 +76,15 @@ def test_case_of_a_name_does_not_matter_for_its_hint(
     assert "did you mean 'adamw'?" in error_of(["train", "simclr", "optimizer=AdamW"], capsys)
     assert "did you mean 'byol'?" in error_of(["train", "BYOL"], capsys)
     assert "did you mean 'ema'?" in error_of(["train", "simclr", "hooks.EMA={}"], capsys)
+
+
+def test_name_of_a_module_that_registers_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("brass_band.py").write_text("class BrassBand: ...")
+    text = error_of(["train", "simclr", "import=[brass_band]", "hooks.brass_band={}"], capsys)
+    assert "import=[ITS_MODULE], with @register_hook('brass_band') in it" in text
 
 
 def test_key_and_value_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:

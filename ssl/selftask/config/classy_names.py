@@ -43,6 +43,8 @@ def guest_problem(kind: str, name: str, registered: Iterable[str]) -> str | None
 
         return classy.refusal(name) if kind == "hook" else None
     hint = nearest(name, registered)
+    if not hint.startswith("did you mean"):
+        hint += f"; your own needs import=[ITS_MODULE], with @register_{kind}({name!r}) in it"
     if kind in CLASSY_KINDS:
         hint += "; Classy Vision's are written classy:NAME"
     if kind == "optimizer":

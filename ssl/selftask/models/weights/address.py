@@ -51,10 +51,10 @@ def _check_file(weights: str) -> None:
 
 def no_model(path: Path) -> UserError:
     """Return the error of a missing model."""
-    return UserError(
-        f"{path}: there is no such file or run; a model is a run's folder, a file, timm:NAME or "
-        "torchvision:NAME"
-    )
+    hint = nearest_path(path)
+    if not hint.startswith("did you mean"):
+        hint = "a model is a run's folder, a file, timm:NAME or torchvision:NAME"
+    return UserError(f"{path}: there is no such file or run; {hint}")
 
 
 def existing_file(path: str | Path) -> Path:

@@ -80,8 +80,9 @@ def check_library(
     try:
         theirs = build_backbone(wanted, channels)
     except UserError as error:
-        reason = str(error).removeprefix("backbone.model: ")
-        raise UserError(f"{subject}: {reason}") from error
+        reason = str(error).removeprefix("backbone.model: ").partition("; did you mean")[0]
+        text = f"{subject}: {reason}; --to safetensors writes the weights alone"
+        raise UserError(text) from error
     check_features(backbone, theirs, subject=f"{subject}: its {name}", shape=(channels, 64, 64))
 
 
