@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -39,6 +40,25 @@ def test_copies_what_git_does_not_ignore_as_it_is_now(repository: Path) -> None:
     snapshot.copy()
     assert snapshot.path_of_copy(repository / "package") == snapshot.folder / "package"
     assert snapshot.path_of_copy(Path("/elsewhere")) == Path("/elsewhere")
+
+
+def test_submodules_and_names_that_are_not_utf8(repository: Path, tmp_path: Path) -> None:
+    module = repository / "module"
+    (module / "inside").mkdir(parents=True)
+    (module / "inside" / "lib.py").touch()
+    for command in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
+        own = ("-c", "user.name=x", "-c", "user.email=x")
+        subprocess.run(["git", "-C", str(module), *own, *command], check=True)
+    subprocess.run(["git", "-C", str(repository), "add", "module"], check=True)
+    (module / "new.py").touch()
+    subprocess.run(["git", "init", "-q", str(repository / "untracked")], check=True)
+    odd = os.fsdecode(b"caf\xe9.txt")
+    (repository / odd).touch()
+    snapshot = CodeSnapshot.of(tmp_path / "code")
+    snapshot.copy()
+    copied = {p.relative_to(snapshot.folder).as_posix() for p in snapshot.folder.rglob("*.*")}
+    assert {odd, "module/inside/lib.py", "module/new.py"} <= copied
+    assert not (snapshot.folder / "untracked").exists()
 
 
 def test_links_and_runs_that_git_does_not_ignore(repository: Path, tmp_path: Path) -> None:

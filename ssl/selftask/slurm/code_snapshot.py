@@ -43,17 +43,14 @@ class CodeSnapshot:
     def copy(self) -> None:
         """Copy tracked files, and untracked ones that are not ignored, as they are now.
 
-        An earlier copy in ``folder`` is removed. A symbolic link leads to the copy of its target,
-        or to the target if that is elsewhere.
+        Those of submodules are copied, too. An earlier copy in ``folder`` is removed. A symbolic
+        link leads to the copy of its target, or to the target if that is elsewhere.
 
         Raises:
             UserError: If they take more than ``MAX_MB``.
         """
         shutil.rmtree(self.folder, ignore_errors=True)
-        listed = _git("-C", str(self.repository), "ls-files", "-coz", "--exclude-standard")
-        files = [self.repository / name for name in listed.split("\0") if name]
-        # tracked files may have been deleted
-        files = [path for path in files if path.is_symlink() or path.is_file()]
+        files = _files(self.repository)
         megabytes = sum(path.lstat().st_size for path in files) / 1e6
         if megabytes > MAX_MB:
             largest = max(files, key=lambda path: path.lstat().st_size)
@@ -73,9 +70,25 @@ class CodeSnapshot:
         (self.folder / ".gitignore").write_text("*\n", encoding="utf-8")
 
 
+def _files(repository: Path) -> list[Path]:
+    """Return the existing files that git does not ignore, also those of submodules."""
+    listed = _git("-C", str(repository), "ls-files", "-coz", "--exclude-standard")
+    paths = [repository / name for name in listed.split("\0") if name and not name.endswith("/")]
+    # tracked files may have been deleted
+    files = [path for path in paths if path.is_symlink() or path.is_file()]
+    submodules = [path for path in paths if (path / ".git").exists() and not path.is_symlink()]
+    return [*files, *(file for module in submodules for file in _files(module))]
+
+
 def _git(*words: str) -> str:
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", *words],
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",  # as Python decodes names of files
+            check=False,
+        )
     except FileNotFoundError:
         raise UserError("launch.snapshot: git is not installed on this machine") from None
     if done.returncode:
