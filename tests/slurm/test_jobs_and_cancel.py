@@ -132,3 +132,20 @@ def test_waiting_prints_each_job_once_it_has_ended(
 def test_states_of_jobs_that_have_not_ended(of_run: str, in_slurm: str, shown: str) -> None:
     assert queue.with_job(RunLine(Path("run"), of_run), "7", in_slurm).state == shown
     assert (in_slurm in queue.WAITING) == (in_slurm != "NODE_FAIL")
+
+
+def test_a_local_job_of_the_hour_that_comes_twice(
+    tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When clocks go back, a running job seemed to have started after it was recorded."""
+    started = 1_792_888_200  # 2:30, half an hour before the clocks go back to 2:00
+    (tmp_path / "jobs.json").write_text("{}")
+    os.utime(tmp_path / "jobs.json", (started, started))
+    began = f"date -d @{started} '+%a %b %d %H:%M:%S %Y'"
+    fake("ps", f'echo "$({began}) python -m submitit.local._local {tmp_path}"')
+    with monkeypatch.context() as there:
+        there.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+        time.tzset()
+        states = queue.queue(["local-7"])
+    time.tzset()
+    assert states == {"local-7": "RUNNING"}

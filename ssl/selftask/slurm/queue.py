@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import time
+from calendar import timegm
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -326,8 +327,9 @@ def _controlled_folder(job: str) -> Path | None:
     recorded (its process id has been reused).
     """
     shown = ("-ww", "-o", "lstart=", "-o", "command=", "-p", job.removeprefix(LOCAL))
-    # English dates; with plain C, ps replaces letters that are not ASCII
-    line = next(iter(lines("env", "LC_ALL=C.UTF-8", "ps", *shown)), "")
+    # English dates, in UTC, since an hour of local time comes twice a year; with plain C, ps
+    # replaces letters that are not ASCII
+    line = next(iter(lines("env", "LC_ALL=C.UTF-8", "TZ=UTC0", "ps", *shown)), "")
     began, _, argument = line.partition(f" {_CONTROLLER} ")
     if not argument:
         return None
@@ -335,7 +337,7 @@ def _controlled_folder(job: str) -> Path | None:
     try:
         # the command line of a shell has quotes
         folder = Path(argument if argument.startswith("/") else shlex.split(argument)[0])
-        started_s = time.mktime(time.strptime(words, "%a %b %d %H:%M:%S %Y"))
+        started_s = timegm(time.strptime(words, "%a %b %d %H:%M:%S %Y"))
         recorded_s = (folder / JOBS.name).stat().st_mtime
     except (OSError, ValueError):
         return None
