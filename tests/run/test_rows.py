@@ -27,6 +27,7 @@ from selftask.hooks.base import function_hook
 from selftask.hooks.failures.non_finite import NonFiniteLoss
 from selftask.hooks.metrics import Metrics
 from selftask.logs import pace, read_json, read_metrics, write_json
+from selftask.logs import rows as log_rows
 from selftask.logs.history import LENGTH, History
 from selftask.logs.pace import Pace, settings_of_groups, take_memory_mb
 from selftask.logs.rows import append_row, format_row, parse_lines
@@ -309,3 +310,11 @@ def test_a_row_after_a_cut_one_is_whole(tmp_path: Path) -> None:
     rows, damaged = parse_lines(path.read_bytes())
     assert [row["event"] for row in rows] == ["start", "resume", "finish"]
     assert damaged == 1
+
+
+def test_a_file_removed_while_it_is_read_counts_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank removes its early error while rank 0 looks for one."""
+    monkeypatch.setattr(log_rows, "exists", lambda path: True)
+    assert read_json(tmp_path / "early_rank1.json") == {}

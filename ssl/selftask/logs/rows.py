@@ -242,7 +242,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not exists(path):
         return {}
-    content = read_bytes(path)
+    try:
+        content = read_bytes(path)
+    except FileNotFoundError:  # removed in the meantime
+        return {}
     with suppress(ValueError, RecursionError):
         if isinstance(values := json.loads(content), dict):
             return values
