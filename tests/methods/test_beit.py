@@ -50,6 +50,14 @@ def test_padding_does_not_count_and_images_weigh_the_same() -> None:
     added = {"tokens": tokens, "hidden": (torch.empty(0), padding)}
     loss = loss_of(_beit(6), predicted(scores), **added)
     assert loss.item() == pytest.approx(sum(of_image) / 2, rel=1e-12)
+    padding[1] = True  # nothing is hidden in the second image
+    none = loss_of(_beit(6), predicted(scores), **added)
+    assert none.item() == pytest.approx(of_image[0] / 2, rel=1e-12)
+
+
+def test_chance_is_the_loss_of_equal_scores() -> None:
+    tokens, padding = torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.bool)
+    added = {"tokens": tokens, "hidden": (torch.empty(0), padding)}
     method = _beit(6)
     even = loss_of(method, predicted(torch.zeros(2, 4, 6)), **added)
     assert even.item() == pytest.approx(method.chance_loss)

@@ -122,6 +122,14 @@ def test_only_the_context_reaches_the_network() -> None:
         assert seen[image].nonzero().flatten().tolist() == shown.sort().values.tolist()
 
 
+def test_views_of_another_size_have_blocks_of_their_own_grid() -> None:
+    method, key = _task().loss, torch.arange(12).view(6, 2)
+    (keep, padding), (asked, asked_padding) = method.build_masks((5, 6)).draw(3, key)
+    drawn = method.draw_blocks(3, key, (5, 6))
+    assert all(map(torch.equal, drawn, (keep, asked, padding, asked_padding)))
+    assert asked.max() < 30 == method.masks.num_patches
+
+
 def test_an_image_is_predicted_alone_as_in_any_batch() -> None:
     task = _task()
     batch, output = _forward(task, torch.arange(8))

@@ -131,6 +131,8 @@ def test_draws_are_of_the_sample_and_leave_the_image_itself_out(tmp_path: Path) 
     assert all(map(torch.equal, views, batch.views["image"] + batch.views["tiles"]))
     assert order.sort(dim=1).values.tolist() == [[*range(order.shape[1])]] * tiny.BATCH_SIZE
     assert len({tuple(row) for row in order.tolist()}) > 5
+    first = negatives[:, : order.shape[1]].argsort(dim=1)
+    assert (first == order).all(dim=1).sum() < tiny.BATCH_SIZE / 4, "they have draws of their own"
     again = started(tmp_path, "method.num_negatives=500", "train.batch_size=8", out="again")
     for batch_again in (next(again.batches), next(again.batches)):
         for key, others in zip(batch_again.key.tolist(), batch_again["negatives"], strict=True):

@@ -117,12 +117,29 @@ def overlap(rank: int) -> list[int]:
     return counts
 
 
+def without_overlap(rank: int) -> list[list[float]]:
+    """Gradients of several backward passes, of which some are under ``no_sync``."""
+    weight = nn.Parameter(torch.ones(2))
+    sharing = ManualReduction(overlap=False)
+    sharing.register([("weight", weight)])
+    gradients = []
+    for passes in range(1, 4):
+        weight.grad = None
+        for number in range(passes):
+            with sharing.no_sync() if number % 2 == 0 else nullcontext():
+                (weight * (rank + 1.0)).sum().backward()
+        sharing.reduce()
+        gradients.append(weight.grad.tolist())
+    return gradients
+
+
 def details(rank: int) -> tuple[Any, ...]:
-    return second_backward(rank), compressed(rank), memory_format(rank), overlap(rank)
+    results = second_backward(rank), compressed(rank), memory_format(rank), overlap(rank)
+    return *results, without_overlap(rank)
 
 
 def test_details_of_manual_reduction(rank_results: list[dict[str, Any]]) -> None:
-    for message, reduced, kept, counts in (of_rank["details"] for of_rank in rank_results):
+    for message, reduced, kept, counts, several in (part["details"] for part in rank_results):
         assert "a second backward pass" in message
         assert "network.weight" in message
         assert "task.no_sync()" in message
@@ -132,6 +149,7 @@ def test_details_of_manual_reduction(rank_results: list[dict[str, Any]]) -> None
             assert torch.allclose(reduced[compression], exact, rtol=0, atol=error * 4e4)
         assert kept
         assert counts == [0, 8, 0]
+        assert several == [[1.5] * 2, [3.0] * 2, [4.5] * 2]
 
 
 def partly_early(rank: int) -> list[int]:

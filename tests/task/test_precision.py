@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +67,19 @@ def test_scales_are_those_of_torch(overflows: list[int]) -> None:
         assert ours.state_dict().items() <= theirs.state_dict().items()  # loads a state of torch
         assert torch.equal(*weights)
     assert weights[0][0] == 1.0 - 0.125 * (10 - len(overflows))
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_gradients_of_two_dtypes(bad: int | None) -> None:
+    """Both are divided by the scale, and either may overflow."""
+    scaler = LossScaler(GradScalerConfig(init_scale=4.0), lambda name, value: None)
+    weights = [nn.Parameter(torch.ones(2, dtype=kind)) for kind in (torch.float32, torch.float64)]
+    for number, weight in enumerate(weights):
+        weight.grad = torch.full_like(weight, math.inf if number == bad else 6.0)
+    optimizer = SimpleNamespace(param_groups=[{"params": weights}])
+    with nullcontext() if bad is None else pytest.raises(StepSkipped):
+        scaler.unscale_(optimizer)
+    assert bad is not None or [w.grad.tolist() for w in weights] == [[1.5, 1.5]] * 2
 
 
 def test_a_fixed_scale() -> None:
