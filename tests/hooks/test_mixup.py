@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -76,15 +77,23 @@ def test_cutmix_exchanges_a_box_and_counts_its_pixels() -> None:
 
 
 def test_the_box_is_around_the_drawn_center_and_clipped() -> None:
-    box = torch.tensor([[0.5, 0.25, 0.4, 0.5], [0.9, 0.1, 0.5, 0.5], [0.5, 0.5, 0.0, 0.0]])
+    box = torch.tensor([[0.5, 0.25, 0.4, 0.3], [0.9, 0.1, 0.5, 0.5], [0.5, 0.5, 0.0, 0.0]])
     lam, is_cut = torch.tensor([0.8, 0.75, 0.3]), torch.tensor([True, True, False])
-    keep, area = keep_mask(lam, box, is_cut, 10, 8)
-    expected = np.ones((3, 10, 8))
-    expected[0, 3:7, 0:4] = 0  # 0.5 * 10 -+ 2 and 0.25 * 8 -+ 2
-    expected[1, 6:10, 0:3] = 0  # 9 -+ 2.5 and 0.8 -+ 2, rounded to even
+    keep, area = keep_mask(lam, box, is_cut, 10, 20)
+    expected = np.ones((3, 10, 20))
+    expected[0, 3:7, 2:8] = 0  # 0.5 * 10 -+ 2 and 0.25 * 20 -+ 3
+    expected[1, 6:10, 0:7] = 0  # 9 -+ 2.5 and 2 -+ 5, rounded to even
     expected[2] = 0.3
     assert np.allclose(keep[:, 0], expected.repeat(2, axis=0))
     assert np.allclose(area, expected.mean(axis=(1, 2)))
+
+
+def test_only_images_of_training_are_mixed() -> None:
+    for train in (True, False):
+        (seen,) = mixer().wrap_batches(phase := Mock(train=train), iter([batch()]))
+        same = map(torch.equal, seen.all_views, batch().all_views)
+        assert all(same) is (seen.labels.ndim == 1) is not train
+        assert phase.loss.prepare_batch.called is train
 
 
 def test_shares_of_pairs_that_are_mixed_and_of_cutmix() -> None:
