@@ -249,13 +249,13 @@ def test_a_test_phase_estimates_z_and_keeps_nothing() -> None:
     assert task.loss.normalizer.value.item() == 0.0
 
 
-def test_the_memory_follows_the_image_half_way() -> None:
-    task = _task()
+def test_the_memory_follows_the_image_by_its_momentum() -> None:
+    task = _task(momentum=0.3)
     before = task.loss.memory.rows.clone()
     task.run(1)
     index = task.last_batch.index
     features = F.normalize(task.last_batch.output[0].detach(), dim=1)
-    expected = F.normalize((before[index] + features) / 2, dim=1)
+    expected = F.normalize(0.3 * before[index] + 0.7 * features, dim=1)
     assert torch.allclose(task.loss.memory.rows[index], expected, rtol=0, atol=1e-12)
     others = [image for image in range(NUM_IMAGES) if image not in index.tolist()]
     assert torch.equal(task.loss.memory.rows[others], before[others])
