@@ -217,3 +217,37 @@ def test_what_the_least_code_of_ones_own_needs(
     assert method(method.Config(**config.method.args)).chance_loss is None
     with pytest.raises(UserError, match=r"undecorated \(.*\) is no dataclass; write @dataclass"):
         load_config("simclr/images", [*words, "method=undecorated"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("weight: float = 'heavy'", "the default weight='heavy': expected a number"),
+        ("most: float = float('inf')", "the default most=inf: expected a number between"),
+        ("shift: int = setting(-1, min=0)", "the default shift=-1: must be at least 0"),
+        ("later: float = None", None),
+        ("items: 'collections.abc.Sequence[int]' = (1, 2)", None),
+    ],
+)
+def test_a_default_that_no_config_may_have_is_refused(
+    line: str,
+    message: str | None,
+    tmp_path: Path,
+    forget_names: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would be in the run's own config, which no command could then read."""
+    code = (
+        "import collections.abc\nfrom dataclasses import dataclass\n"
+        "from selftask.config.fields import setting\nfrom selftask.hooks.base import Hook\n"
+        "from selftask.registry import register_hook\n"
+        f'@register_hook("odd")\n@dataclass(eq=False)\nclass Odd(Hook):\n    {line}\n'
+    )
+    (tmp_path / "odd_default.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    words = ["import=[odd_default]", "hooks.odd={}"]
+    if message is None:
+        load_config("simclr/digits", words)
+        return
+    with pytest.raises(UserError, match=rf"the Config of odd \(odd_default\.py:6\): {message}"):
+        load_config("simclr/digits", words)

@@ -12,7 +12,9 @@ from typing import Any
 
 from selftask.config.compose.provenance import show_path
 from selftask.config.config_class import config_class
+from selftask.config.fields import default_of, has_default
 from selftask.config.keys import Key, dotted
+from selftask.config.values.coerce import Mismatch, check_limits, convert
 from selftask.errors import UserError, close_name, nearest
 from selftask.registry import Registry
 
@@ -46,6 +48,25 @@ class Schema:
             raise UserError(
                 f"the Config of {owner}: {error}; its fields may use builtins and typing only"
             ) from error
+
+    def check_defaults(self) -> None:
+        """Raise UserError for a default that would be refused as a value of a config.
+
+        It would be in the config of a run, which could not be read again.
+        """
+        for name, field in self.fields.items():
+            default = default_of(field) if has_default(field) else None
+            is_plain = default is not None and not dataclasses.is_dataclass(default)
+            if not is_plain or not field.init or "of" in field.metadata:
+                continue
+            try:
+                check_limits(convert(default, self.types[name]), field.metadata)
+            except (Mismatch, ValueError) as error:
+                raise UserError(
+                    f"the Config of {self.owner}: the default {name}={default!r}: {error}"
+                ) from None
+            except UserError:  # an annotation that no value can be given for
+                continue
 
     def hint(self, name: str, key: Key) -> str:
         """Return a hint such as ``did you mean 'optimizer.lr'?`` for an unknown key.
@@ -84,4 +105,7 @@ def schema_of(registry: Registry, name: str) -> Schema:
     """Return the schema of a registered component."""
     address = registry.address(name)
     owner = f"{name} ({show_path(address.path)}:{address.line})"
-    return Schema.of(config_class(registry, name), owner)
+    schema = Schema.of(config_class(registry, name), owner)
+    if not registry.is_shipped(name):
+        schema.check_defaults()
+    return schema
