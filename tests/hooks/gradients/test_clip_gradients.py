@@ -238,7 +238,8 @@ def test_the_noise_hook_takes_the_norms_of_the_parts() -> None:
         length=SimpleNamespace(batch_size=4),
         log=logged.__setitem__,
     )
-    hook = GradientNoise(decay=0.0)
+    hook = GradientNoise(decay=0.25)
+    hook.load_state_dict({"means": [2.0, 0.4]})
     hook.on_start(task)
     hook.before_step(task)
     for batch in batches:
@@ -253,6 +254,7 @@ def test_the_noise_hook_takes_the_norms_of_the_parts() -> None:
     big = float(flat_gradient(layer, batches).square().sum())
     noise = (small - big) / (1 / 4 - 1 / 8)
     signal = (8 * big - 4 * small) / 4
+    noise, signal = 0.25 * 2.0 + 0.75 * noise, 0.25 * 0.4 + 0.75 * signal
     assert logged["gradient_noise_scale"] == pytest.approx(noise / signal, rel=1e-5)
     assert not hook.handles
     assert hook.state_dict() == {"means": pytest.approx([noise, signal], rel=1e-5)}
