@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -226,9 +227,11 @@ def test_z_is_that_of_the_first_step_ever_after() -> None:
     task.run(1)
     first = task.loss.normalizer.value.item()
     assert first == pytest.approx(sum(expected) / len(expected), rel=1e-9)
-    task.run(3)
-    assert task.loss.normalizer.value.item() == first
-    assert task.last_batch["normalizer"].item() == first
+    resumed = _task().resume(copy.deepcopy(task.state()))
+    for one in (task, resumed):
+        one.run(2)
+        assert one.loss.normalizer.value.item() == first
+        assert one.last_batch["normalizer"].item() == first
 
 
 def test_a_step_of_several_batches_keeps_the_estimate_of_its_last() -> None:
