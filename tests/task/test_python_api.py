@@ -25,7 +25,7 @@ from selftask.data.transforms.nested import RandomApply
 from selftask.data.transforms.normalize import Normalize
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
-from selftask.hooks.base import function_hook
+from selftask.hooks.base import Hook, function_hook
 from selftask.methods.base import Method
 from selftask.task.numerics import settle_precision
 from selftask.train_steps.standard import standard_train_step
@@ -87,6 +87,14 @@ def test_wrong_objects_and_settings_are_named(tmp_path: Path) -> None:
         selftask.Learner("moco", torch.nn.Flatten(), steps=1, batch_size=4, queue=8)
     with pytest.raises(UserError, match="DeepCluster acts before each epoch"):
         selftask.Learner("deepcluster", torch.nn.Flatten(), steps=1, batch_size=4)
+    with pytest.raises(UserError, match=r"backbone: the class Flatten .*; give a module: an obj"):
+        selftask.train("simclr", data="digits", backbone=torch.nn.Flatten)
+    with pytest.raises(UserError, match=r"data: DataLoader .*; give a data set with __len__"):
+        selftask.train("simclr", data=torch.utils.data.DataLoader([1]))
+    with pytest.raises(UserError, match=r"hooks: expected a list, such as \[Hook\(\.\.\.\)\]"):
+        selftask.train("simclr", data="digits", hooks=Hook())
+    with pytest.raises(UserError, match=r"this is list of \[uint8 \(4, 3, 8, 8\), str\]"):
+        selftask.create_task("simclr", batches=[[torch.zeros(4, 3, 8, 8).byte(), "a.jpg"]])
 
 
 class Pull(Method):

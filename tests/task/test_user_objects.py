@@ -98,6 +98,17 @@ def test_a_smaller_last_batch_has_indices_of_its_own(tmp_path: Path) -> None:
     assert indices == list(range(21))
 
 
+def test_learner_counts_the_views() -> None:
+    """One view would be its own positive."""
+    backbone = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    learner = selftask.Learner("simclr", backbone, steps=1, batch_size=4)
+    images = torch.rand(4, 3, 8, 8)
+    assert learner([images, images]).isfinite()
+    for views in (images, [images]):
+        with pytest.raises(UserError, match="SimCLR needs 2 views or more of an image, got 1"):
+            learner(views)
+
+
 def test_random_numbers_of_the_caller_stay_the_same(tmp_path: Path) -> None:
     """The first batch is read here, of a DataLoader that shuffles."""
     words: dict[str, Any] = {"backbone": network(), "out": tmp_path}

@@ -83,7 +83,7 @@ def as_batch(item: Any, number: int, batches_per_epoch: int, full_size: int = 0)
         own = ("drawn", "added", "added_terms")  # results of a step
         copies: dict[str, Any] = {name: dict(getattr(item, name)) for name in own}
         return replace(item, number=number, epoch=epoch, **copies)
-    kind, labels = type(item).__name__, None
+    given, labels = item, None
     if isinstance(item, list | tuple) and len(item) > 1 and _are_labels(item[-1]):
         *item, labels = item
         item = item[0] if len(item) == 1 else item
@@ -95,8 +95,9 @@ def as_batch(item: Any, number: int, batches_per_epoch: int, full_size: int = 0)
     every = [view for group in views.values() for view in group]
     if not every or not all(map(_is_view, every)):
         raise UserError(
-            f"batches: a {kind} is no batch (number {number}); give float views (B, C, H, W), a "
-            "list of them, (views, labels), or a selftask.batch.Batch"
+            f"batches: a {type(given).__name__} is no batch (number {number}); give float views "
+            "(B, C, H, W), a list of them, (views, labels), or a selftask.batch.Batch; this is "
+            + _described(given)
         )
     size, device = len(every[0]), every[0].device
     start = (position * world_size() + rank()) * (full_size or size)
@@ -109,6 +110,17 @@ def as_batch(item: Any, number: int, batches_per_epoch: int, full_size: int = 0)
         number=number,
         epoch=epoch,
     )
+
+
+def _described(item: Any) -> str:
+    """Return an item of the user's iterable in words: ``a list of [uint8 (8, 3, 32, 32), str]``."""
+    if isinstance(item, Tensor):
+        return f"{str(item.dtype).removeprefix('torch.')} {(*item.shape,)}"
+    kind = type(item).__name__
+    if isinstance(item, list | tuple):
+        parts = [_described(part) for part in item[:4]] + ["..."] * bool(item[4:])
+        return f"{kind} of [{', '.join(parts)}]"
+    return kind
 
 
 def _is_view(value: Any) -> bool:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from selftask.api.batches import as_batch
 from selftask.batch import Batch
+from selftask.config.checks.requirements import count_problems
 from selftask.config.run_length import Clock, RunLength
+from selftask.config.schema import ViewConfig
 from selftask.errors import UserError, check_known
 from selftask.hooks.base import defines
 from selftask.methods.base import Method
@@ -83,7 +85,7 @@ class Learner(nn.Module):
                 "and batch_size must be at least 1, and num_images at least batch_size"
             )
         length = RunLength(num_samples=samples, batch_size=batch_size, max_steps=steps)
-        self._task = _TaskOfLearner(length, channels, seed)
+        self._task = _TaskOfLearner(length, channels, seed, loss)
         backbone = with_embed_dim(backbone, type(backbone).__name__, channels)
         loss.check_backbone(backbone)
         self.network = self._task.base_model = loss.build_network(backbone, self._task)
@@ -116,6 +118,9 @@ class Learner(nn.Module):
         """
         task = self._task
         batch = as_batch(views, task.clock.batch, task.length.batches_per_epoch)
+        numbers = {group: len(views) for group, views in batch.views.items()}
+        for _, text in count_problems(type(self.method).__name__, self.method.views, numbers):
+            raise UserError(text)
         if labels is not None:
             batch.labels = labels
         if index is not None:
@@ -155,7 +160,7 @@ class _TaskOfLearner:
     last_batch: Batch | None
     device: torch.device
 
-    def __init__(self, length: RunLength, channels: int, seed: int) -> None:
+    def __init__(self, length: RunLength, channels: int, seed: int, method: Method) -> None:
         self.length, self.clock, self.train = length, Clock(length), True
         self.data_module = SimpleNamespace(
             num_images=length.num_samples,
@@ -166,6 +171,8 @@ class _TaskOfLearner:
         )
         self.config = SimpleNamespace(
             train=SimpleNamespace(seed=seed),
+            method=SimpleNamespace(name=type(method).__name__),
+            views=_smallest_views(method),
             init=SimpleNamespace(backbone=None),
             eval=SimpleNamespace(transforms=[]),
         )
@@ -185,6 +192,15 @@ class _TaskOfLearner:
 
     def log(self, name: str, value: Any) -> None:
         self.logged[name] = value
+
+
+def _smallest_views(method: Method) -> dict[str, ViewConfig]:
+    """Return groups with the smallest number of views that a method declares."""
+    groups = method.views if isinstance(method.views, dict) else {"main": method.views}
+    return {
+        name: ViewConfig(count=number[0] if isinstance(number, tuple) else number, transforms=[])
+        for name, number in groups.items()
+    }
 
 
 def _build(method: str | Method | type[Method], options: dict[str, Any]) -> Any:

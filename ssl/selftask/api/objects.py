@@ -83,7 +83,12 @@ def _plain(value: Any, key: Key) -> Any:
     if registry is not None and dataclasses.is_dataclass(value):
         return {"name": _name(registry, type(value)), **_plain(_fields(value), key)}
     type_name = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-    raise UserError(f"{dotted(key)}: {type_name} is no value of a config")
+    hint = ""
+    if key == ("backbone",):
+        hint = "; give a module: an object, not its class or a function"
+    elif is_source(key):
+        hint = "; give a data set with __len__ and __getitem__ (create_task has batches=LOADER)"
+    raise UserError(f"{dotted(key)}: {type_name} is no value of a config{hint}")
 
 
 def _transform(value: Any, key: Key) -> Any:

@@ -120,6 +120,8 @@ def create_task(
         recipe = recipes.folder() / _BASE
     if isinstance(hooks, Mapping):
         settings["hooks"], hooks = hooks, ()
+    if not isinstance(hooks, Iterable):
+        raise UserError(f"hooks: expected a list, such as [{type(hooks).__name__}(...)]")
     module = settings.get("backbone")
     backbone = module if isinstance(module, nn.Module) else None
     task: Task

@@ -13,7 +13,7 @@ from typing import Any
 from selftask.config.checks import grid
 from selftask.config.checks.views import box_problems
 from selftask.config.keys import Problem
-from selftask.config.schema import Component, Config, ViewConfig, num_views
+from selftask.config.schema import Component, Config, num_views
 from selftask.errors import UserError, nearest, plural
 from selftask.registry import BACKBONES, EVALUATIONS, METHODS, REQUIREMENTS, TRAIN_STEPS
 
@@ -53,7 +53,7 @@ def requirement_problems(config: Config) -> Iterator[Problem]:
         text = f"{method} computes statistics of the images of a batch, and needs at least {least}"
         yield ("train", "batch_size"), f"train.batch_size={batch}: {text}"
     if config.views:
-        yield from _of_views(method, declared, config.views)
+        yield from count_problems(method, declared, num_views(config.views))
     if offered is not None:  # None: known only after the backbone is built
         for text in of_backbone(config, offered):
             yield ("backbone",), text
@@ -81,9 +81,8 @@ def _declared_views(method: str) -> Any:
     return declared
 
 
-def _of_views(method: str, declared: Any, views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
-    """Yield problems of views that do not match what the method declares."""
-    numbers = num_views(views)
+def count_problems(method: str, declared: Any, numbers: Mapping[str, int]) -> Iterator[Problem]:
+    """Yield problems of numbers of views by group that do not match what the method declares."""
     groups = declared if isinstance(declared, dict) else {None: declared}
     for group, wanted in groups.items():
         least, most = wanted if isinstance(wanted, tuple) else (wanted, wanted)
@@ -93,8 +92,8 @@ def _of_views(method: str, declared: Any, views: Mapping[str, ViewConfig]) -> It
             text = f"{method} needs {_range(least, most)} {location}, got {number}"
             yield ("views",), f"views: {text}"
     if isinstance(declared, dict):
-        for name in views:
-            if numbers[name] and name not in declared:
+        for name, number in numbers.items():
+            if number and name not in declared:
                 text = f"{method} has no use for group {name!r}; {nearest(name, list(declared))}"
                 yield ("views", name), f"views: {text}"
 
