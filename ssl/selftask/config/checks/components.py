@@ -10,6 +10,7 @@ from selftask.config.config_class import config_class, config_object
 from selftask.config.keys import Key, Problem, dotted
 from selftask.config.schema import Component, Config, FrozenModule, OptimizerConfig
 from selftask.config.schema.component import Section, named_in
+from selftask.config.values.section_schema import schema_of
 from selftask.registry import HOOKS, OPTIMIZERS, REGISTRIES, SCHEDULES, Registry
 
 
@@ -80,6 +81,8 @@ def iter_problems(
     """
     if component.name not in registry:  # of Classy Vision, or torch.optim
         return
+    if not registry.is_shipped(component.name):
+        schema_of(registry, component.name).check_defaults()
     config = config_class(registry, component.name)
     made = None
     if config is not None and hasattr(config, "problems"):
