@@ -171,7 +171,7 @@ class FSDPReduction(Reduction):
         if min(counts, default=world_size()) < world_size():
             message = describe([name for name, _ in self._sharded], counts)
             if max(c for c in counts if c < world_size()) > 0 and not _FILLS_IN:
-                raise RunError(f"{message}\nparallel.reduce=fsdp needs torch 2.15 for this")
+                raise RunError(f"{message}\nparallel.reduce=fsdp needs torch 2.14 for this")
             log.warning("%s\n  what no rank has a gradient for keeps its value", message)
         return [index for index, count in enumerate(counts) if count == 0]
 
