@@ -153,6 +153,7 @@ def test_an_error_of_the_command_before_does_not_end_rank_0(
 ) -> None:
     """torchrun on each machine by hand: attempts have the same name, and rank 1 starts later."""
     monkeypatch.setattr(early_errors, "_EVERY_S", 0.01)
+    monkeypatch.setattr(early_errors, "_STARTED", time.time())
     ended = threading.Event()
     monkeypatch.setattr(early_errors, "_end_process", lambda rank, failure: ended.set())
     error = {"attempt": ":n1:7::", "message": "no data", "updated": time.time() - 60}

@@ -55,8 +55,8 @@ def test_prefix_selects_a_network_in_every_command(
     features = ("features", MODEL, weights, "data=images", *QUICK)
     assert ADVICE in failure(capsys, *features, "out=f")
     for prefix, same in ("left.", False), ("right.", True):
-        assert main([*features, f"prefix={prefix}", f"out={prefix}npy"]) == 0
-        rows = np.load(f"{prefix}npy/features.npy")
+        assert main([*features, f"prefix={prefix}", f"out={prefix}rows"]) == 0
+        rows = np.load(f"{prefix}rows/features.npy")
         assert (rows == rows[0]).all() == same
 
     export = ("export", MODEL, weights, "--out", "exported")
