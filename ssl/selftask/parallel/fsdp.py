@@ -151,11 +151,11 @@ class FSDPReduction(Reduction):
         The host waits for the device only if a gradient is absent here that is not idle.
         """
         absent = [index for index, is_here in enumerate(present) if not is_here]
-        set_flags(self._flags, absent)
-        with collective_activity("all_reduce of which parameters have gradients"):
-            dist.all_reduce(self._flags)
         idle: list[int] = self._idle or []
         unclear = [i for i in absent if i not in idle and self._sharded[i][1].requires_grad]
+        set_flags(self._flags, unclear)  # others are not read
+        with collective_activity("all_reduce of which parameters have gradients"):
+            dist.all_reduce(self._flags)
         flags = self._flags.tolist() if unclear else []
         counts = count_ranks([present[i] for i in idle], self._host_group) if idle else []
         unused = [i for i, count in zip(idle, counts, strict=True) if count == 0]

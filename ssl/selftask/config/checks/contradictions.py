@@ -167,7 +167,7 @@ def _compiler(config: Config) -> Iterator[Problem]:
             f"train.{key}: torch's inductor needs a C++ compiler, and {compiler} is not on the "
             "PATH; install one, or use train.compile_options.backend=aot_eager"
         )
-    if train.compile and config.parallel.activation_checkpointing not in ("none", "blocks"):
+    if train.compile and config.parallel.activation_checkpointing not in WORDS:
         yield _named(
             "train.compile needs parallel.activation_checkpointing to be none or blocks: a budget "
             "measures while layers run, which a graph does not allow"
@@ -210,17 +210,9 @@ def _task(config: Config) -> Iterator[Problem]:
 Check = Callable[[Config], Iterator[Problem]]
 _OF_VALUES: tuple[Check, ...] = (
     *(_length, _validation, _engine, _parallel, _activation_checkpointing, _batch),
-    *(
-        _compiler,
-        _compiler_mode,
-        _device,
-        _expected,
-        _task,
-        optimizer_problems,
-        sbatch_problems,
-        patch_problems,
-    ),
-    *(requirement_problems, view_problems, component_problems),
+    *(_compiler, _compiler_mode, _device, _expected, _task),
+    *(optimizer_problems, sbatch_problems, patch_problems, requirement_problems),
+    *(view_problems, component_problems),
 )
 _OF_MACHINE: tuple[Check, ...] = (hook_problems, location_problems)
 
