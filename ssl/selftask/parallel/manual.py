@@ -35,18 +35,24 @@ class Bucket:
     The tensor is allocated once, and gradients become views of it: their own memory is freed
     immediately, and nothing is copied back. Gradients are divided while they are copied in, which
     also keeps a sum of scaled gradients within the range of float16. One flag per parameter at the
-    end of the tensor is above zero if any rank has its gradient.
+    end of the tensor stays above zero if any rank has its gradient.
 
     Args:
         parameters: Parameters of one dtype and device.
         wire: Dtype in which gradients are sent; None for the dtype of the parameters.
+        idle: Parameters without a gradient on any rank in the first step. Their flags are not read.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], wire: torch.dtype | None) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], wire: torch.dtype | None, idle: set[nn.Parameter]
+    ) -> None:
         first = parameters[0]
         self.parameters = parameters
         self.missing = set(parameters)  # not copied in yet in this step
-        self.absent: list[nn.Parameter] = []  # without a gradient on this rank in this step
+        self._idle = idle
+        self.absent: list[
+            nn.Parameter
+        ] = []  # not idle, without a gradient on this rank in this step
         size = sum(p.numel() for p in parameters) + len(parameters)
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
         kept = sent = _split_like(self.flat, parameters)
@@ -69,7 +75,7 @@ class Bucket:
         else:
             torch.mul(gradient.detach(), self._share, out=sent)
         if parameter.requires_grad:
-            if gradient is None:
+            if gradient is None and parameter not in self._idle:
                 self.absent.append(parameter)
             parameter.grad = kept  # a view that will hold the mean
         self.missing.discard(parameter)
@@ -81,19 +87,19 @@ class Bucket:
         set_flags(self._flags, [self._numbers[parameter] for parameter in self.absent])
         self.work = dist.all_reduce(self.sent, group=group, async_op=True)
 
-    def finish(self, known: set[nn.Parameter]) -> None:
+    def finish(self) -> None:
         """Wait for the all-reduce, after which the gradients are means over ranks, or None.
 
-        If a gradient is absent on this rank, and its parameter is not ``known``, the host waits for
-        the device to read the flags.
+        The host waits for the device to read the flags only if a gradient is absent on this rank
+        whose parameter is not idle.
         """
         self.work.wait()
         self.work = None
         if self.sent is not self.flat:
             self.flat.copy_(self.sent)
-        if unclear := [p for p in self.absent if p not in known]:
+        if self.absent:
             counts = self._flags.tolist()
-            for parameter in unclear:
+            for parameter in self.absent:
                 if not counts[self._numbers[parameter]]:
                     parameter.grad = None
         self.absent.clear()
@@ -148,9 +154,8 @@ class ManualReduction(Reduction):
         with collective_activity("all_reduce of gradients"):
             while self._next < len(self._buckets):
                 self._launch_next()
-            known = {parameter for _, parameter in self._idle}
             for bucket in self._buckets:
-                bucket.finish(known)
+                bucket.finish()
         for parameter in idle:
             parameter.grad = None
         self._next = 0
@@ -182,7 +187,8 @@ class ManualReduction(Reduction):
         early = _split(everywhere[::-1], self._bytes)
         self._early = len(early)
         parts = [*early, *_split(elsewhere[::-1], self._bytes)]
-        self._buckets = [Bucket(part, self._wire) for part in parts]
+        idle = {parameter for _, parameter in self._idle}
+        self._buckets = [Bucket(part, self._wire, idle) for part in parts]
         self._place = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in order]
         self._listens = self._overlap
