@@ -92,7 +92,7 @@ setup(
             "tifffile>=2024.8.10",
         ],
         "datasets": ["datasets>=3"],  # Hugging Face's
-        "text": ["tokenizers>=0.20"],  # data.tokenizer=file
+        "text": ["tokenizers>=0.22.2"],  # data.tokenizer=file; before, it excludes transformers 5
         "test": [
             *(
                 "pytest>=8",

@@ -53,9 +53,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"left by the budget, NOT run: {item.nodeid}")
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """If python then does not end, what it waits for is printed, and the tests have failed."""
-    faulthandler.dump_traceback_later(120, exit=True)
+    if not hasattr(config, "workerinput"):  # one of several workers waits for the tests of others
+        faulthandler.dump_traceback_later(120, exit=True)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,6 +2,7 @@
 
     python tools/league.py METHOD ...              run methods, or raw_pixels and untrained
     python tools/league.py --next [--until HH:MM]  run those that are not finished, in turn
+                           --long SEEDS            also the long runs of the first seeds
     python tools/league.py --page | --check        write docs/league.md, or test it
 
 ``--league cifar10`` names the second league, whose images are in ``data/cifar10/train/CLASS`` and
@@ -39,8 +40,8 @@ import league_page
 from league_cost import EPOCHS, relative_cost, train
 from league_plan import (
     BASELINES,
-    BUDGETS,
     LEAGUES,
+    LONG,
     PIXELS,
     TEACHERS,
     TWO_TEACHERS,
@@ -51,6 +52,7 @@ from league_plan import (
     held_out,
     is_done,
     lengths,
+    long_runs,
     measured,
     network_of,
     order,
@@ -118,10 +120,14 @@ class Runs:
         name: Name of the league.
         method: Name of the method, or of a baseline.
         folder: Folder of the file.
+        long: Number of seeds with long runs.
     """
 
-    def __init__(self, league: League, name: str, method: str, folder: Path = RESULTS) -> None:
+    def __init__(
+        self, league: League, name: str, method: str, folder: Path = RESULTS, long: int = 0
+    ) -> None:
         self.league, self.name, self.method = league, name, method
+        self.long_seeds = league.seeds[:long]
         self.path = folder / f"{method}.json"
         self.all: dict[str, Any] = (
             json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
@@ -196,7 +202,7 @@ def run_method(runs: Runs, scratch: Path) -> None:
         }
 
     cost = runs.run("relative_cost", measure)
-    steps = lengths(league, cost)
+    steps = lengths(league, cost, network_of(method))
     length = max(1, round(league.search_length * steps["images"]))
     rated = partial(one, steps=length, seed=league.search_seed, search=True)
     factor = best_factor(
@@ -205,10 +211,10 @@ def run_method(runs: Runs, scratch: Path) -> None:
             for f in league.factors
         ]
     )
-    for name in BUDGETS:
-        chosen = partial(one, factor, steps[name], search=False)
-        for seed in league.seeds:
-            fixed = {"factor": factor, "steps": steps[name]}
+    for name, count in steps.items():
+        chosen = partial(one, factor, count, search=False)
+        for seed in runs.long_seeds if name == LONG else league.seeds:
+            fixed = {"factor": factor, "steps": count}
             runs.run(f"{name}_{seed}", partial(chosen, seed=seed), **fixed)
 
 
@@ -273,7 +279,10 @@ def finished(runs: Runs) -> bool:
     if runs.method in BASELINES:
         made = runs.entry["runs"]
         return all(f"{name}_{seed}" in made for name in league.networks for seed in league.seeds)
-    return is_done(runs.entry, league)
+    if not is_done(runs.entry, league):
+        return False
+    made = long_runs(runs.entry, league, network_of(runs.method))
+    return network_of(runs.method) not in league.long or len(made) >= len(runs.long_seeds)
 
 
 def machine() -> str:
@@ -293,19 +302,19 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
-def run_one(name: str, league: League, method: str) -> None:
-    runs = Runs(league, name, method)
+def run_one(name: str, league: League, method: str, long: int) -> None:
+    runs = Runs(league, name, method, long=long)
     with tempfile.TemporaryDirectory() as scratch:
         (run_baseline if method in BASELINES else run_method)(runs, Path(scratch))
 
 
-def run_next(name: str, league: League, until: str | None) -> None:
+def run_next(name: str, league: League, until: str | None, long: int) -> None:
     """Run what is not finished, each in a process of its own, for its peak of memory."""
     for method in order(league):
         if until is not None and datetime.datetime.now().strftime("%H:%M") >= until:
             return
-        if not finished(Runs(league, name, method)):
-            command = [sys.executable, __file__, method, "--league", name]
+        if not finished(Runs(league, name, method, long=long)):
+            command = [sys.executable, __file__, method, "--league", name, "--long", str(long)]
             if subprocess.run(command, check=False).returncode:
                 print(f"{method}: failed", flush=True)
 
@@ -318,6 +327,7 @@ def main() -> int:
     parser.add_argument("--league", choices=[*LEAGUES], default="digits")
     parser.add_argument("--next", action="store_true", help="run all that are not finished")
     parser.add_argument("--until", metavar="HH:MM", help="start no method after this time")
+    parser.add_argument("--long", type=int, default=0, metavar="SEEDS", help="also long runs")
     parser.add_argument("--page", action="store_true", help="write docs/league.md")
     parser.add_argument("--check", action="store_true", help="exit 1 if the page is not up to date")
     options = parser.parse_args()
@@ -326,9 +336,9 @@ def main() -> int:
         return league_page.update(RESULTS, check=options.check)
     torch.set_num_threads(1)
     for method in options.methods:
-        run_one(options.league, league, method)
+        run_one(options.league, league, method, options.long)
     if options.next:
-        run_next(options.league, league, options.until)
+        run_next(options.league, league, options.until, options.long)
     return 0
 
 

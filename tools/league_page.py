@@ -10,7 +10,7 @@ from typing import Any
 
 from scipy.stats import spearmanr, t
 
-from league_plan import BASELINES, LEAGUES, League, group_of, is_done, network_of
+from league_plan import BASELINES, LEAGUES, League, group_of, is_done, long_runs, network_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/league.md"
@@ -27,10 +27,11 @@ GROUPS = {
     "teacher": "Methods with a teacher, which was trained in the league",
     "labels": "With labels or captions, for reference",
 }
-HEAD = (
-    "| {} | linear | k-NN | 10 labels | effective rank | RankMe | lr | images "
-    "| equal images: linear | k-NN | cost | MB |\n|" + "---|" * 12 + "\n"
+COLUMNS = (
+    *("linear", "k-NN", "10 labels", "effective rank", "RankMe", "lr", "images"),
+    *("equal images: linear", "k-NN", "cost", "MB"),
 )
+LONG_COLUMNS = ("long runs: linear", "k-NN")
 
 
 def update(folder: Path, *, check: bool, page: Path = PAGE) -> int:
@@ -93,10 +94,12 @@ def tables(league_name: str, entries: dict[str, dict[str, Any]]) -> Iterator[str
     for name, title in GROUPS.items():
         members = [method for method in done if group_of(method) == name]
         if members or name in league.networks:
-            yield f"\n**{title}**\n\n{HEAD.format('method')}"
+            long = any(network_of(method) in league.long for method in members)
+            columns = ("method", *COLUMNS, *(LONG_COLUMNS if long else ()))
+            yield f"\n**{title}**\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
             members.sort(key=lambda method: -_mean(done[method], "cost", "linear_top1"))
-            yield from (row(method, done[method]) for method in members)
-            yield from baseline_rows(entries, name)
+            yield from (row(league, method, done[method], long=long) for method in members)
+            yield from baseline_rows(entries, name, len(columns))
     yield from below_untrained(entries, done)
     yield from correlations(league, done)
     missing = [f"`{method}`" for method in methods if method not in done]
@@ -110,24 +113,27 @@ def _mean(entry: dict[str, Any], group: str, figure: str) -> float:
     return mean(run[figure] for run in runs_of(entry, group))
 
 
-def row(method: str, entry: dict[str, Any]) -> str:
-    """Return the row of a method."""
+def row(league: League, method: str, entry: dict[str, Any], *, long: bool) -> str:
+    """Return the row of a method, with the columns of long runs if ``long``."""
     cost, images = runs_of(entry, "cost"), runs_of(entry, "images")
     step = entry["runs"]["relative_cost"]
     cells = [f"`{method}`", *(shown(cost, figure) for figure in FIGURES)]
     cells += [f"{cost[0]['lr']:.2g}", f"{cost[0]['steps'] * step['batch_size'] / 1000:.0f}"]
     cells += [shown(images, "linear_top1"), shown(images, "knn_top1")]
     cells += [f"{step['relative']:.1f}", str(max(run["peak_mb"] for run in cost + images))]
+    if long:
+        made = long_runs(entry, league, network_of(method))
+        cells += [shown(made, figure) if made else "" for figure in FIGURES[:2]]
     return f"| {' | '.join(cells)} |\n"
 
 
-def baseline_rows(entries: dict[str, dict[str, Any]], network: str) -> Iterator[str]:
+def baseline_rows(entries: dict[str, dict[str, Any]], network: str, columns: int) -> Iterator[str]:
     """Yield the rows of raw pixels and of the untrained network."""
     for name in BASELINES:
         runs = runs_of(entries[name], network) if name in entries else []
         if runs:
             cells = [name.replace("_", " "), *(shown(runs, figure) for figure in FIGURES)]
-            yield f"| {' | '.join(cells + [''] * 6)} |\n"
+            yield f"| {' | '.join(cells + [''] * (columns - len(cells)))} |\n"
 
 
 def below_untrained(

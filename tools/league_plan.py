@@ -7,7 +7,7 @@ the one of the kind that its digits recipe has.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
@@ -24,7 +24,9 @@ BASELINES = (PIXELS, UNTRAINED)
 REFERENCE = "supervised"
 """The method whose images are the unit of cost."""
 BUDGETS = ("images", "cost")
-"""Numbers of ``League`` that end a run, in the order of the runs."""
+"""Budgets of ``League`` that every method has, in the order of the runs."""
+LONG = "long"
+"""Budget of the runs that ``--long`` adds."""
 LABELED = ("supervised", "supcon", "multilabel", "clip", "siglip")
 TEACHERS = {  # option of the method, and the method of the league that is its teacher
     "beit": ("tokenizer", "vqkd"),
@@ -83,6 +85,8 @@ class League:
     """First budget: number of training images read; several views of an image count once."""
     cost: int
     """Second budget: images of ``supervised`` on the same network that need the same CPU time."""
+    long: dict[str, int] = field(default_factory=dict)
+    """By network: like ``cost``, for long runs with the learning rate of the search."""
     factors: tuple[float, ...] = (1 / 3, 1.0, 3.0)
     """The search: learning rates relative to that of the recipe."""
     search_length: float = 1 / 2
@@ -191,6 +195,7 @@ LEAGUES = {
         },
         images=50_000,
         cost=300_000,
+        long={"small_resnet": 2_250_000},  # the ViT needs the same time for ``cost``
     ),
 }
 
@@ -300,12 +305,20 @@ def budget(league: League) -> dict[str, Any]:
 
 def protocol(budget: dict[str, Any]) -> dict[str, Any]:
     """Return the constants without the lengths of runs, since each run has its steps."""
-    return {name: value for name, value in budget.items() if name not in BUDGETS}
+    return {name: value for name, value in budget.items() if name not in (*BUDGETS, LONG)}
 
 
-def lengths(league: League, cost: dict[str, Any]) -> dict[str, int]:
-    """Return the number of steps of each budget, given the measured cost of a method."""
+def lengths(league: League, cost: dict[str, Any], network: str = "") -> dict[str, int]:
+    """Return the number of steps of each budget.
+
+    Args:
+        league: The league.
+        cost: The measured cost of a method.
+        network: Name of its network, for the length of long runs.
+    """
     images = {"images": league.images, "cost": round(league.cost / cost["relative"])}
+    if network in league.long:
+        images[LONG] = round(league.long[network] / cost["relative"])
     return {name: -(-count // cost["batch_size"]) for name, count in images.items()}
 
 
@@ -317,3 +330,10 @@ def is_done(entry: dict[str, Any], league: League) -> bool:
     steps = lengths(league, made["relative_cost"])
     keys = [(name, f"{name}_{seed}") for name in BUDGETS for seed in league.seeds]
     return all(made.get(key, {}).get("steps") == steps[name] for name, key in keys)
+
+
+def long_runs(entry: dict[str, Any], league: League, network: str) -> list[dict[str, Any]]:
+    """Return the long runs of a finished method that have the length of the league."""
+    made = [entry["runs"].get(f"{LONG}_{seed}") for seed in league.seeds]
+    steps = lengths(league, entry["runs"]["relative_cost"], network).get(LONG)
+    return [run for run in made if run is not None and run["steps"] == steps]

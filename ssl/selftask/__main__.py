@@ -30,7 +30,10 @@ def run() -> NoReturn:
 
 
 def _is_whole_process(frame: FrameType | None) -> bool:
-    """Return whether the caller of ``run`` is the entry point, so that nothing runs afterwards."""
+    """Return True if ``frame``, the caller of ``run``, is the entry point and nothing follows it.
+
+    With ``python -i``, a prompt follows.
+    """
     names = []
     while frame is not None:
         names.append(frame.f_code.co_name)
@@ -41,7 +44,8 @@ def _is_whole_process(frame: FrameType | None) -> bool:
 def _exit_without_freeing(code: int) -> NoReturn:
     """End the process as Python does, up to the point where it would free its modules.
 
-    Threads are joined, and exit handlers run: loader workers, wandb, TensorBoard, logging.
+    Threads are joined, exit handlers run (loader workers, wandb, TensorBoard, logging), and open
+    files are flushed. The exit code is ``code``, or 1 if that is 0 and stdout cannot be written.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -9,27 +9,35 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from selftask.errors import UserError
+from selftask.errors import UserError, nearest
+from selftask.logs.rows import RESERVED_COLUMNS
 
 Loss: TypeAlias = Tensor | Mapping[str, Tensor]
-"""A scalar, or named terms whose sum is the loss."""
+"""A scalar tensor (), or named scalar tensors whose sum is the loss."""
 
 _EXPECTED = "a scalar tensor, or a dict of scalar tensors whose sum is the loss"
 
 
 def total(loss: Loss) -> Tensor:
-    """Return the loss as a scalar tensor (), the sum of its terms if it has several.
+    """Return the loss as a scalar tensor (): itself, or the sum of its named terms.
 
     Raises:
-        UserError: If a method returned something else.
+        UserError: If it is neither a scalar tensor nor a nonempty mapping of scalar tensors, or if
+            a term has the name of a column of training.
     """
+    if isinstance(loss, Tensor) and not loss.ndim:
+        return loss
     terms = loss if isinstance(loss, Mapping) and loss else {"the loss": loss}
     for name, term in terms.items():
+        if name in RESERVED_COLUMNS:
+            raise UserError(
+                f"the loss term {name!r} has the name of a column of training; rename it"
+            )
         if not isinstance(term, Tensor) or term.ndim:
             value = f"a tensor {(*term.shape,)}" if isinstance(term, Tensor) else f"{term!r:.40}"
             subject = name if name == "the loss" else f"the loss term {name!r}"
             raise UserError(f"{subject} is {value}; the method must return {_EXPECTED}")
-    return loss if isinstance(loss, Tensor) else sum(loss.values(), start=0.0)  # type: ignore[return-value]
+    return sum(terms.values(), start=0.0)  # type: ignore[return-value, type-var]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,17 +49,20 @@ class Draws:
     """
 
     matrix: Tensor
-    """(B, 2, 3) float32: maps (x, y, 1) in the view to a position in the image. Transforms that are
-    not affine (``Transform.affine`` is False) are ignored."""
+    """(B, 2, 3) float32: maps (x, y, 1) in the view to (x, y) in the image. Transforms that are not
+    affine (``Transform.affine`` is False) are ignored."""
     image_size: Tensor
     """(B, 2) float32: height and width of the image in pixels."""
     params: dict[str, Tensor]
-    """Transform name -> its parameters, (B, N) float32. A second transform of the same name in a
-    view is called ``NAME_2``."""
+    """Transform name -> the N numbers of ``Transform.numbers`` for each image, (B, N) float32. A
+    second transform of the same name in a view is called ``NAME_2``; those without numbers are
+    missing."""
 
     @property
     def boxes(self) -> Tensor:
-        """Bounding boxes of the views in the images, (B, 4) in pixels: left, top, right, bottom."""
+        """Bounding boxes of the views in the images, (B, 4) float32: left, top, right and bottom in
+        pixels. They may extend beyond the image.
+        """
         right, down, corner = self.matrix.unbind(2)  # (B, 2) each
         corners = torch.stack([corner, corner + right, corner + down, corner + right + down])
         return torch.cat([corners.amin(0), corners.amax(0)], dim=1)
@@ -64,7 +75,7 @@ class Draws:
             columns: Width of the view's feature map.
 
         Returns:
-            (B, rows * columns, 2): x and y of each cell in pixels, row by row.
+            (B, rows * columns, 2) float32: x and y of each center in pixels, row by row.
         """
         right, down, corner = self.matrix[:, None, None].unbind(4)  # (B, 1, 1, 2) each
         y, x = (torch.arange(0.5, n, device=corner.device)[:, None] / n for n in (rows, columns))
@@ -73,7 +84,10 @@ class Draws:
 
 
 class Extras(dict[str, Tensor]):
-    """Data of a batch in addition to image and label, by name; a missing name is a UserError."""
+    """Data of a batch in addition to image and label, by name.
+
+    ``extras[name]`` raises UserError for a missing name.
+    """
 
     def __missing__(self, name: str) -> Tensor:
         raise UserError(
@@ -87,21 +101,23 @@ class Batch:
     """One batch of this rank; ``task.last_batch`` is the current one.
 
     The loader sets the fields up to ``epoch``, ``Method.prepare_batch`` sets ``input``, and the
-    train step sets the remaining fields. Hooks can add results by name, such as the output of a
-    teacher: ``batch["teacher"] = ...``.
+    train step sets ``output``, ``local_loss`` and ``loss``. Hooks can add results by name, such as
+    the output of a teacher: ``batch["teacher"] = ...``.
 
     Shape:
-        B images on this rank, C channels. The sizes of views may differ between groups.
+        B samples on this rank, C channels, height H and width W in pixels. The sizes of views may
+        differ between groups.
     """
 
     views: dict[str, list[Tensor]]
-    """Group name -> its views, each (B, C, H, W), as in the recipe's ``views:``."""
+    """Group name -> its views, each float (B, C, H, W), in the order of the recipe's ``views:``."""
     labels: Tensor
     """(B,) int64, -1 for an image without a label."""
     index: Tensor
     """(B,) int64, indices of the samples in the data set."""
     key: Tensor
-    """(B, 2) int64 on the CPU, random key of each sample; see ``random.keyed``."""
+    """(B, 2) int64 on the CPU: epoch and index of each sample, from which its random numbers are
+    drawn; see ``random.keyed``."""
     extras: Extras = field(default_factory=Extras)
     """Additional data of the source, by name: numbers and arrays (B, ...), and texts as token ids
     (B, L) int64, padded with 0."""
@@ -112,27 +128,35 @@ class Batch:
     """Random draws made ahead by the loader, on the device: ``method`` (see ``Method.draw``) and
     ``layers`` (random words of dropout layers). If one is missing, it is drawn when needed."""
     number: int = 0
-    """Index of the global batch, counted from the start of training."""
+    """Number of the global batch in training, from 0."""
     epoch: int = 0
-    """Epoch of the first sample, from 0."""
+    """Number of the epoch, from 0."""
     input: Any = None
     """Argument of the network."""
     output: Any = None
-    """Result of the network; (V, B, D) by default."""
+    """Result of the network; by default (V, B, D) for V views and D outputs of the head."""
     terms: dict[str, Tensor] = field(default_factory=dict)
-    """Named terms of the loss, including those of hooks, detached; empty if there are none."""
+    """Named terms of this rank's loss, including those of hooks, detached scalars; empty for a loss
+    without named terms."""
     loss: Tensor | None = None
-    """Mean of the loss over ranks, detached."""
+    """Mean of the loss over ranks, a detached scalar."""
     added: dict[str, Any] = field(default_factory=dict)
-    """Results of hooks, by name."""
+    """Results of hooks, by name, which ``batch[name]`` reads and sets."""
     added_terms: dict[str, Tensor] = field(default_factory=dict)
-    """Terms of hooks, with their graph, by name; set in ``on_forward`` and added to the loss."""
+    """Scalar terms of hooks, with their graph, by name; hooks set them in ``on_forward``, and they
+    are added to ``local_loss``."""
     _local_loss: Tensor | None = field(default=None, init=False)
     step_data: ClassVar[dict[str, Any]] = {}
     """Always empty; Classy Vision's hooks look for timings here."""
 
     def __getitem__(self, name: str) -> Any:
-        return self.added[name]
+        try:
+            return self.added[name]
+        except KeyError:
+            raise KeyError(
+                f"nothing is called {name!r} in the batch; prepare_batch and on_forward may set "
+                f"it; {nearest(name, self.added)}"
+            ) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.added[name] = value
@@ -146,7 +170,7 @@ class Batch:
     def local_loss(self) -> Tensor:
         """Loss of this rank, a scalar with its graph; set it to a scalar or to named terms.
 
-        ``added_terms`` are added when it is set, and ``terms`` is set as well.
+        Setting it adds ``added_terms`` to the loss and stores all named terms in ``terms``.
 
         Raises:
             AttributeError: If the step has not computed it yet.

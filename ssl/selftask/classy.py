@@ -39,7 +39,7 @@ class _LoadedAlone(MetaPathFinder, Loader):
         self.modules: dict[str, ModuleType] = {}
 
     def load(self, name: str) -> ModuleType:
-        """Load and return the module ``classy_vision.PACKAGE.LEAF``.
+        """Return the module ``classy_vision.PACKAGE.MODULE``; load it unless it is imported.
 
         Raises:
             UserError: If Classy Vision is not installed.
@@ -199,6 +199,8 @@ _NEEDS = {
 def refusal(name: str) -> str | None:
     """Return why a hook of Classy does not work here, or None if no reason is known.
 
+    A reason is also a package that the hook needs and that is not installed.
+
     Args:
         name: Its name in Classy, with or without the prefix ``classy:``.
     """
@@ -221,11 +223,26 @@ def _hook_defaults(name: str, out: Path) -> dict[str, Any]:
     return defaults.get(name, {})
 
 
+def before_save(hook: Any, task: Any) -> None:
+    """Copy the current weights into the state of Classy's EMA hook.
+
+    It restores them at the start of a phase, also of a resumed one, and copies them at the end of a
+    phase only.
+    """
+    copy_weights = getattr(hook, "_save_current_model_state", None)
+    if copy_weights is not None and task.train:
+        copy_weights(task.base_model, hook.state.model_state)
+
+
 def has(kind: str, name: str) -> bool:
-    """Return True if Classy has ``name``, given as ``classy:NAME`` or as a bare name.
+    """Return True if Classy registers ``name``, given as ``classy:NAME`` or as a bare name.
 
     A bare name is only looked up in modules that are already imported, since importing Classy takes
     two seconds, which is too long for reporting a typo.
+
+    Args:
+        kind: ``hook``, ``meter``, ``optimizer``, ``loss`` or ``schedule``; False for any other.
+        name: The name.
     """
     if kind not in _PACKAGES:
         return False
@@ -236,7 +253,10 @@ def has(kind: str, name: str) -> bool:
 
 
 def names(kind: str) -> list[str]:
-    """Return all names of this kind in Classy, without the prefix; imports that part of Classy."""
+    """Return all names of a kind (see ``build``) in Classy, sorted and without the prefix.
+
+    The part of Classy that registers them is imported.
+    """
     return sorted(_registry(kind))
 
 
@@ -246,9 +266,9 @@ def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -
     Args:
         kind: ``hook``, ``meter``, ``optimizer``, ``loss`` or ``schedule``.
         name: Its name in Classy, with or without the prefix ``classy:``.
-        args: Its config, as Classy's ``from_config`` expects it.
+        args: Its config without the name, as Classy's ``from_config`` expects it.
         out: The run folder, where hooks write unless ``args`` gives another folder; None: the
-            current folder. The folder is created if a hook needs one.
+            current folder. The folder that a hook writes to is created.
 
     Raises:
         UserError: If the name is unknown, or the component cannot be built from ``args``.
@@ -275,10 +295,11 @@ def build_schedule(name: str, args: dict[str, Any], *, num_epochs: int) -> Any:
     """Build a schedule of Classy, such as ``classy:multistep``.
 
     Args:
-        name: Name of the schedule.
+        name: Its name in Classy, with or without the prefix ``classy:``.
         args: Arguments of the schedule.
         num_epochs: Length of the training, in epochs. It is passed to the schedule, or to the
-            parts of a composite one, unless their arguments give the length.
+            parts of a composite one, unless their arguments have ``num_epochs`` or
+            ``num_updates``, or as many ``milestones`` as ``values``.
 
     Raises:
         UserError: If the name is unknown or the arguments are invalid.

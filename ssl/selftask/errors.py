@@ -29,7 +29,7 @@ EXIT_CODES = {
     "75": "Interrupted without a signal, as by `train.stop_at`; the same command resumes the run.",
     "128 + N": "Interrupted by signal N after a checkpoint: 130 by Ctrl-C, 143 by SIGTERM.",
 }
-"""Exit codes of all commands."""
+"""Exit code -> its meaning, for all commands."""
 
 
 class RunError(Exception):
@@ -40,8 +40,24 @@ class StepSkipped(Exception):
     """Raised inside a train step, on all ranks together, to skip it without an update."""
 
 
+class BadImage(Exception):
+    """Raised if an image cannot be read, with its path (or name) and the reason on one line.
+
+    ``storage_failed`` is True if the file system failed, so that the image itself may be intact.
+    """
+
+    def __init__(self, path: str, reason: str, *, storage_failed: bool = False) -> None:
+        self.path = path
+        self.reason = " ".join(reason.split())
+        self.storage_failed = storage_failed
+        super().__init__(path, self.reason)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
 class ConfigError(UserError):
-    """All problems of a config, one per line."""
+    """All problems of a config; the message has each on a line of its own."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
@@ -54,6 +70,22 @@ def message_of(error: BaseException) -> str:
     return str(error) if is_explained else f"{type(error).__name__}: {error}"
 
 
+_GRADIENT_ADVICE = {  # part of torch's message -> advice
+    "backward through the graph a second time": (
+        "a result of an earlier step was kept with its graph; keep x.detach()"
+    ),
+    "does not require grad and does not have a grad_fn": (
+        "the loss has no gradient; compute it from the output, without detach"
+    ),
+}
+
+
+def with_advice(message: str) -> str:
+    """Return a message of torch, after a line of advice if it is of a common gradient mistake."""
+    advice = [text for part, text in _GRADIENT_ADVICE.items() if part in message]
+    return "\n".join([*advice, message])
+
+
 def reason_of(error: Exception) -> str:
     """Return the message of an error in one line, or its type if it has none."""
     return " ".join(str(error).split()) or type(error).__name__
@@ -63,9 +95,11 @@ def reason_of(error: Exception) -> str:
 def explained(problem: str, *kinds: type[Exception]) -> Iterator[None]:
     """Context manager that converts an error to the UserError ``{problem}: {reason}``.
 
+    A UserError passes unchanged.
+
     Args:
         problem: Description of the problem for the user.
-        kinds: The types of errors to convert; without any, all but UserError. Parsers may raise any
+        *kinds: The types of errors to convert; without any, every Exception. Parsers may raise any
             error on damaged files, even MemoryError if a header gives a wrong size.
     """
     converted = kinds or (Exception,)
@@ -78,22 +112,22 @@ def explained(problem: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def describe_exit(code: int | None) -> str:
-    """Return how a process ended: ``was killed by SIGKILL``, ``ended with code 3``."""
+    """Return how a process ended: ``ended with code 3``, or ``was killed by SIGKILL`` for -9."""
     if code is not None and code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with code {code}"
 
 
 def plural(noun: str, number: float) -> str:
-    """Return the singular or plural of a noun: ``image`` for 1, ``images`` for 0."""
+    """Return a noun, with an appended ``s`` unless ``number`` is 1."""
     return noun if number == 1 else f"{noun}s"
 
 
 def printable(text: str) -> str:
-    """Return the text for a terminal: control characters escaped, passwords in addresses masked.
+    """Return the text for a terminal: unprintable characters escaped, passwords masked.
 
     Line breaks and tabs are kept. Escape sequences in the name of a received run would otherwise
-    act on the terminal.
+    act on the terminal. Passwords are masked as in ``masked``.
     """
     if not (text.isascii() and text.isprintable()):
         text = "".join(map(_escaped, text))
@@ -120,7 +154,7 @@ def masked(text: str) -> str:
 
 
 def shorten(text: str, most: int = 200) -> str:
-    """Return the text, without its middle if it is longer than ``most`` characters."""
+    """Return a text; if it has more than ``most`` characters, only beginning, end and length."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]}...{text[-most // 4 :]} ({len(text)} characters)"
@@ -138,11 +172,11 @@ def join_some(items: list[str] | str, show: int = 5) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """Return rows of cells as lines with aligned columns; the last cell is not padded.
+    """Return rows of cells as lines with aligned columns, without trailing spaces.
 
     Args:
         rows: Rows of equal length.
-        right: Columns that are aligned at their right side.
+        right: Indices of the columns that are aligned at their right side.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [">" if column in right else "<" for column in range(len(widths))]
@@ -161,12 +195,12 @@ def close_name(name: str, names: Iterable[str]) -> str | None:
 
 
 def nearest(name: str, names: Iterable[str], *, show: int = 12) -> str:
-    """Return a hint for a wrong name: ``did you mean 'moco'?`` or the known names.
+    """Return a hint for a wrong name: ``did you mean 'moco'?``, or a list of valid names.
 
     Args:
         name: The wrong name.
-        names: All valid names.
-        show: Number of known names to list if none is close.
+        names: All valid names; without any, the hint is ``there are none``.
+        show: Largest number of valid names to list if none is similar.
     """
     names = sorted(names)
     if close := close_name(name, names):
@@ -197,20 +231,38 @@ def check_known(name: str, names: Iterable[str], problem: str) -> None:
         raise UserError(f"{problem}; {nearest(name, names)}")
 
 
+def close_path(path: str | Path) -> Path | None:
+    """Return an existing path that is similar to a missing one, or None."""
+    missing = _first_missing(path)
+    # Names alone are compared, since a common folder makes any two paths similar.
+    close = get_close_matches(missing.name, _names_beside(missing), n=1, cutoff=0.7)
+    return missing.parent / close[0] if close else None
+
+
 def nearest_path(path: str | Path) -> str:
-    """Return a hint for a missing path: similar or existing names, or a missing parent."""
+    """Return a hint for a missing path: a similar path, existing ones beside it, or the first
+    missing folder above it.
+    """
+    if close := close_path(path):
+        return f"did you mean {str(close)!r}?"
+    missing = _first_missing(path)
+    if missing != Path(path) or missing.parent == Path("/"):  # its neighbors would say nothing
+        return f"{missing} does not exist"
+    beside = _names_beside(missing)
+    listed = ", ".join(str(missing.parent / name) for name in beside[:6])
+    return f"known: {listed}{', ...' * bool(beside[6:])}" if beside else "there are none"
+
+
+def _first_missing(path: str | Path) -> Path:
+    """Return a missing path, or the first missing folder above it."""
     missing = Path(path)
     while not os.path.isdir(missing.parent):
         missing = missing.parent
+    return missing
+
+
+def _names_beside(path: Path) -> list[str]:
     try:
-        beside = sorted(n for n in os.listdir(missing.parent) if not n.startswith("."))
+        return sorted(name for name in os.listdir(path.parent) if not name.startswith("."))
     except OSError:  # a hint must not raise
-        beside = []
-    # Names alone are compared, since a common folder makes any two paths similar.
-    close = get_close_matches(missing.name, beside, n=1, cutoff=0.7)
-    if close:
-        return f"did you mean {str(missing.parent / close[0])!r}?"
-    if missing != Path(path) or missing.parent == Path("/"):  # its neighbors would say nothing
-        return f"{missing} does not exist"
-    listed = ", ".join(str(missing.parent / name) for name in beside[:6])
-    return f"known: {listed}{', ...' * bool(beside[6:])}" if beside else "there are none"
+        return []

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import errno
 import json
+import os
 import shutil
+import stat
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 from selftask.checkpoint import manifest, rotation, store
+from selftask.checkpoint.writer import CheckpointWriter, HostBuffers
 from selftask.errors import UserError
 from selftask.logs.checkpoint_results import CheckpointResults, result_files
 
@@ -36,6 +40,7 @@ class Colour(enum.IntEnum):
         ({"a": Path("x")}, "state.a is a PosixPath"),
         ({"a": {np.int64(1): 2}}, "a key of state.a is a int64"),
         ({"a": {1, 2}}, "state.a is a set"),
+        ({"a": torch.tensor([1]).max(dim=0)}, "state.a is a max"),  # a named tuple
     ],
 )
 def test_only_plain_things(tmp_path: Path, value: dict[str, Any], place: str) -> None:
@@ -72,6 +77,28 @@ def test_the_last_few_are_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_a_step_has_a_file_or_a_folder(tmp_path: Path) -> None:
+    """A run that resumes without shards may save a step that has a sharded checkpoint."""
+    (first,) = save(tmp_path, 1)
+    shards = tmp_path / "step_000000002"
+    shards.mkdir()
+    (shards / rotation.MANIFEST).write_text("{}")
+    (second,) = save(tmp_path, 2)
+    assert rotation.checkpoints(tmp_path) == [second, first]
+
+
+def test_a_folder_that_is_half_removed_has_no_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = tmp_path / "step_000000002"
+    shards.mkdir()
+    for name in (rotation.MANIFEST, "rank_0"):
+        (shards / name).write_text("{}")
+    monkeypatch.setattr(rotation.shutil, "rmtree", lambda path, **options: None)  # killed before it
+    rotation.discard(shards)
+    assert [path.name for path in shards.iterdir()] == ["rank_0"]
+
+
 def damage(path: Path, kind: str) -> None:
     content = bytearray(path.read_bytes())
     if kind == "truncated":
@@ -97,6 +124,16 @@ def test_damage_falls_back_and_says_so(
     damage(first, kind)
     with pytest.raises(UserError, match="none of the 2 checkpoints"):
         store.load_newest(tmp_path)
+
+
+def test_a_longer_file_is_damaged(tmp_path: Path) -> None:
+    """Also if only lengths are compared."""
+    (path,) = save(tmp_path, 1)
+    entry = json.loads(path.with_suffix(".json").read_text())
+    manifest.verify(path, entry, content=False)
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(manifest.DamagedCheckpoint, match=r"\d+ of \d+ bytes"):
+        manifest.verify(path, entry, content=False)
 
 
 def test_a_checkpoint_that_a_run_replaces_while_it_is_read(
@@ -126,6 +163,17 @@ def test_a_whole_file_without_its_seal_counts(tmp_path: Path) -> None:
     newest = store.load_newest(tmp_path)
     assert newest is not None
     assert newest[0] == {"n": 1}
+
+
+def test_a_bit_of_a_file_without_its_seal_is_checked(tmp_path: Path) -> None:
+    """By the checksums in the zip file, which torch's own reader ignores."""
+    path = store.save({"t": torch.zeros(4000)}, tmp_path, 1, keep=1)
+    path.with_suffix(".json").unlink()
+    assert store.load(path)["t"].sum() == 0
+    damage(path, "one bit")
+    assert torch.load(path, weights_only=True)["t"].sum() != 0
+    with pytest.raises(manifest.DamagedCheckpoint, match=r"checksum of .* differs"):
+        store.load(path)
 
 
 def test_a_file_has_no_seal_of_an_earlier_one_of_its_step(
@@ -178,6 +226,28 @@ def test_every_cut_of_the_write_leaves_a_good_state(
     assert first.exists()
 
 
+def test_a_file_system_that_syncs_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As /proc answers; any other error of a folder, and any of a file, is an error."""
+    answers = {"folder": errno.EINVAL, "file": 0}
+
+    def fsync(handle: int) -> None:
+        number = answers["folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file"]
+        if number:
+            raise OSError(number, os.strerror(number))
+
+    if Path("/proc/self").exists():
+        manifest.sync(Path("/proc"))
+    monkeypatch.setattr(os, "fsync", fsync)
+    (saved,) = save(tmp_path, 1)
+    assert store.load(saved) == {"n": 1}
+    for wrong in ({"folder": errno.EIO}, {"folder": 0, "file": errno.EINVAL}):
+        answers.update(wrong)
+        with pytest.raises(OSError):
+            save(tmp_path, 2)
+
+
 def test_results_of_checkpoints_that_were_deleted_are_replaced_too(tmp_path: Path) -> None:
     CheckpointResults(tmp_path, []).add(5, ["knn"], {"knn_top1": 0.5})
     rotation.archive(tmp_path / "checkpoints", 5)
@@ -189,10 +259,37 @@ def test_results_of_checkpoints_that_were_deleted_are_replaced_too(tmp_path: Pat
 
 def test_replaced_checkpoints_have_a_new_folder_after_one_was_deleted(tmp_path: Path) -> None:
     for number in (1, 2):
-        (tmp_path / f"step_{number:09d}.pt").touch()
+        for suffix in ("pt", "json"):
+            (tmp_path / f"step_{number:09d}.{suffix}").touch()
         rotation.archive(tmp_path, 0)
+        assert not list(tmp_path.glob("step_*"))
     shutil.rmtree(tmp_path / "replaced_1")
     (tmp_path / "step_000000003.pt").touch()
     rotation.archive(tmp_path, 0)
     moved = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*.pt"))
     assert moved == ["replaced_1/step_000000003.pt", "replaced_2/step_000000002.pt"]
+
+
+def test_a_view_with_other_strides_is_copied_for_itself() -> None:
+    """A tensor and its transpose have the same address and shape; tied tensors are copied once."""
+    weight = torch.arange(9.0).reshape(3, 3)
+    state = {"weight": weight, "tied": weight[:], "transposed": weight.T}
+    copied, _ = HostBuffers().copy(state)
+    assert all(torch.equal(copied[name], value) for name, value in state.items())
+    assert copied["weight"].data_ptr() == copied["tied"].data_ptr() != weight.data_ptr()
+
+
+def test_the_writer_waits_for_copies_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = torch.zeros(3)
+
+    class Event:
+        def synchronize(self) -> None:
+            copy.fill_(1.0)
+
+    monkeypatch.setattr(HostBuffers, "copy", lambda self, state: ({"t": copy}, [Event()]))
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.save({"t": torch.ones(3)}, 1)
+    writer.wait()
+    assert store.load(tmp_path / "step_000000001.pt")["t"].tolist() == [1.0] * 3

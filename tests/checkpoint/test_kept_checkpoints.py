@@ -106,6 +106,40 @@ def test_smaller_is_better_and_a_rewound_run_forgets(
     assert [step for step, _ in Kept.read(out / "checkpoints").best] == [2]
 
 
+def test_the_list_is_written_before_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between the two leaves a file too many, and not a list without the new best."""
+    first, second = (store.save({}, tmp_path, step, keep=2) for step in (1, 2))
+    Kept(best=((1, 0.1),), every=(7,)).write(tmp_path)
+    assert Kept.read(tmp_path).every == (), "there is no checkpoint of step 7"
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rotation, "rotate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Kept(best=((2, 0.9),)).rotate(second, 1)
+    assert Kept.read(tmp_path).best == ((2, 0.9),) and first.exists()
+    Kept().rotate(second, 1)
+    assert not (tmp_path / FILE).exists(), "an empty list leaves no old one"
+    assert rotation.checkpoints(tmp_path) == [second]
+
+
+def test_a_new_list_waits_for_the_write_in_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        raise OSError("no room")
+
+    writer = CheckpointWriter(tmp_path, keep=1)
+    monkeypatch.setattr(writer, "_write", fails)
+    writer.save({}, 1)
+    with pytest.raises(RunError, match="step 1 could not be written"):
+        writer.keep_now(Kept())
+
+
 def test_a_metric_that_no_row_has_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="selftask"):
         train(folder, "typo", "train.keep_best.metric=knn_top", "train.epochs=1")

@@ -148,14 +148,34 @@ def test_forged_metadata(plant: Callable[[Any], Any], tmp_path: Path) -> None:
         sharded.read_back(folder, {"model.weight": torch.empty(6)})
 
 
-def test_a_manifest_names_files_of_its_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["/dev/zero", "../rest.pt"])
+def test_a_manifest_names_files_of_its_folder(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "step_000000001"
     sharded_checkpoint(folder)
+    (tmp_path / sharded.REST).write_bytes((folder / sharded.REST).read_bytes())
     content = json.loads((folder / rotation.MANIFEST).read_text())
-    content["files"]["/dev/zero"] = {"bytes": 0, manifest.CHECKSUM: ""}
+    content["files"][name] = content["files"][sharded.REST]
     (folder / rotation.MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(manifest.DamagedCheckpoint, match="/dev/zero is missing"):
+    with pytest.raises(manifest.DamagedCheckpoint, match=f"{name} is missing"):
         store.load(folder)
+
+
+def test_every_file_is_verified_by_one_of_the_readers(tmp_path: Path) -> None:
+    folder = tmp_path / "step_000000001"
+    sharded_checkpoint(folder)
+    files = json.loads((folder / rotation.MANIFEST).read_text())["files"]
+    assert len(files) == 3
+    for name in files:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        reports = []
+        for checker in range(2):
+            try:
+                sharded._verify(folder, checker, 2, shards=True)
+            except manifest.DamagedCheckpoint as damage:
+                reports.append(str(damage).partition(":")[0])
+        assert reports == [name]
+        (folder / name).write_bytes(content)
 
 
 def test_a_new_sharded_checkpoint_is_read_back(tmp_path: Path) -> None:

@@ -182,6 +182,18 @@ def test_every_hook_by_its_name_alone(
         assert {"model_state", "ema_model_state"} <= state.keys()
 
 
+def test_the_average_resumes_within_an_epoch(tmp_path: Path) -> None:
+    """Classy's hook sets the network to the weights in its state whenever a phase starts."""
+    words = [labeled(tmp_path), "train.max_steps=4", "hooks.classy:ema_model_weights={decay: 0.5}"]
+    whole = tiny.train("supervised", tmp_path, "whole", *words)
+    tiny.train("supervised", tmp_path, "cut", *words, "train.stop_at=2")
+    resumed = tiny.train("supervised", tmp_path, "cut", *words)
+    states = [tiny.last_state(run.out) for run in (whole, resumed)]
+    for state in states:
+        del state["meters"]  # of which the result of the last synchronization differs
+    assert tiny.differences(*states) == []
+
+
 def test_registered_by_the_users_own_module(
     tmp_path: Path, forget_names: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

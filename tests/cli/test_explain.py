@@ -24,6 +24,7 @@ HOOKS = ("timing", "gradient_norms", "activations", "clip_gradients", "csv")
     [
         ("emb_std", r"emb_std: column of metrics\.jsonl, 0 to 1; .*health.*\n.*embeddings"),
         ("train.batch_size", r"train\.batch_size: a whole number, at least 1, default 256\n"),
+        ("num_workers", r"data\.num_workers: a whole number or auto, at least 0, default auto\n"),
         ("base_lr", r"optimizer\.lr: a number or a schedule, at least 0, required\n"),
         (
             "queue_size",

@@ -16,7 +16,7 @@ import pytest
 import tiny
 from selftask.cli.main import main
 from selftask.logs import LOGGER, verbosity
-from selftask.logs.lines import show_root_lines_of, start_log, stop_log
+from selftask.logs.lines import info_on_stderr, show_root_lines_of, start_log, stop_log
 
 DETAILS = (
     "sampler: shuffled",
@@ -25,6 +25,23 @@ DETAILS = (
     "parameter groups of optimizer:",
     "threads: ",
 )
+
+
+def test_only_rank_0_logs_what_all_ranks_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With ``torchrun -m selftask eval``, each rank loads the weights."""
+    for rank in (0, 1):
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", "1234")
+        with info_on_stderr():
+            LOGGER.info("weights of rank %d", rank)
+            LOGGER.error("error of rank %d", rank)
+    shown = capsys.readouterr().err
+    assert "weights of rank 0" in shown and "weights of rank 1" not in shown
+    assert "error of rank 0" in shown and "error of rank 1" in shown
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,10 @@ CASES = {
         r"eval\.loss=true: data\.val is null; give the images to take it of",
         ["eval.loss=true", "data.val=null"],
     ),
+    "evaluation of other labels": Broken(
+        r"data\.relabel='index' replaces the labels of which eval\.evaluations \(knn\) learn",
+        ["data.relabel=index", "data.val=digits", "eval.evaluations={knn: {}, spectrum: {}}"],
+    ),
     "null for a hook that is none": Broken(
         rf"{CLI}hooks\.progres=null: no hook named 'progres'; did you mean 'progress'\?",
         ["hooks.progres=null"],

@@ -169,3 +169,19 @@ def test_config_classes_of_all_that_ships_are_read_without_torch() -> None:
     number, torch = done.stdout.split()
     assert int(number) == sum(len(registry.names()) for registry in REGISTRIES.values())
     assert torch == "False"
+
+
+def test_threads_read_the_same_classes() -> None:
+    code = (
+        "import sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from selftask.config.config_class import config_class\n"
+        "from selftask.registry import METHODS\n"
+        "sys.setswitchinterval(1e-6)\n"
+        "names = METHODS.names()[:12] * 4\n"
+        "with ThreadPoolExecutor(4) as pool:\n"
+        "    classes = list(pool.map(lambda name: config_class(METHODS, name), names))\n"
+        "assert classes[:12] * 4 == classes\n"
+    )
+    env = {**os.environ, "PYTHONPATH": "ssl"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)

@@ -96,6 +96,7 @@ def test_what_a_later_layer_sets_stays(tmp_path: Path) -> None:
     [
         ("mae/images", ["image_size=100"], "patches of 8 pixels of backbone 'vit_tiny'; try 96 or"),
         ("mae/images", ["image_size=64", "backbone.img_size=32"], "backbone.img_size and image_"),
+        ("mae/digits", ["backbone.img_size=2"], "2 pixels cannot .* patches of 4; try 4"),
         ("simclr/images", ["image_size=0"], "must be at least 1"),
         ("simclr/images", ["image_size=big"], "expected a whole number or null"),
         (

@@ -61,6 +61,18 @@ def test_config_command_prints_a_recipe(project: Path) -> None:
     assert "default of toy_adam (toy.py:" in by_key["betas"]
 
 
+def test_an_empty_section_removes_all_that_it_names_and_nothing_else(project: Path) -> None:
+    kept = ("hooks={ema: {decay: 0.9}}", "hooks.ema={}", "eval={}")
+    assert load_config("simclr/digits", [*kept]).hooks["ema"].args["decay"] == 0.9
+    assert list(load_config("simclr/digits", [*kept]).eval.evaluations) == ["knn"]
+    for none in ("{}", "null"):
+        config = load_config("simclr/digits", [*kept, f"eval.evaluations={none}", f"hooks={none}"])
+        assert config.eval.evaluations == {}
+        assert set(config.hooks) == set(DEFAULT_HOOKS)
+    again = load_config("simclr/digits", ["eval.evaluations={}", "eval.evaluations.linear={}"])
+    assert list(again.eval.evaluations) == ["linear"]
+
+
 @pytest.mark.parametrize("recipe", ["my.yaml", "simclr/digits", "dino/vit_small_imagenet"])
 def test_a_difference_is_a_recipe_of_the_other_config(project: Path, recipe: str) -> None:
     Path("FOLDER").mkdir()
@@ -120,7 +132,7 @@ def test_another_name_forgets_the_old_ones_fields(project: Path) -> None:
 def test_another_method_keeps_what_it_has_and_names_the_rest(project: Path) -> None:
     """Under a base recipe, on the command line and in a file that imports the new method itself."""
     text = Path("my.yaml").read_text().replace("temperature: 0.2", "temperature: 0.2, crops: 2")
-    Path("my.yaml").write_text(text)
+    Path("my.yaml").write_text(text + "eval: {transforms: [normalize]}\n")
     line = next(n for n, line in enumerate(text.splitlines(), 1) if "temperature" in line)
     Path("own.py").write_text(
         "from dataclasses import dataclass\nfrom selftask.registry import register_method\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import socket
 import sys
 import tarfile
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import tiny
@@ -66,6 +69,25 @@ def test_ranks_with_different_configs(tmp_path: Path) -> None:
     assert "train.batch_size 8, rank 0 has 16" in several
     assert "and 1 more; start every rank with the same command" in several
     assert "hooks.ema" in hook and "rank 0 has nothing" in hook
+
+
+def _begin(rank: int, folder: Path) -> tuple[int, float, list[float]]:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": 0}
+    os.environ.update({name: str(number) for name, number in names.items()})
+    os.environ["MASTER_ADDR"] = "localhost"  # not used: the process group is there
+    task = tiny.task("simclr", folder)
+    task.prepare()
+    total = sum(float(p.detach().double().sum()) for p in task.base_model.parameters())
+    task.close()
+    return torch.initial_seed(), total, [random.random(), float(np.random.rand())]
+
+
+def test_ranks_begin_with_equal_weights_and_draw_each_for_itself(tmp_path: Path) -> None:
+    """Draws such as a user's dropout would be the same for the images of all ranks otherwise."""
+    tiny.digits_file(tmp_path)
+    (seed, total, draws), (other_seed, other_total, other_draws) = run_ranks(_begin, 2, tmp_path)
+    assert total == other_total
+    assert seed != other_seed and not set(draws) & set(other_draws)
 
 
 def _compare_code(rank: int, folder: Path) -> list[str]:

@@ -29,6 +29,7 @@ from selftask.logs import write_json
 from selftask.run import early_errors
 from selftask.run.board import Board
 from selftask.run.early_errors import find_early_error, find_end_of_rank0, report_early_errors
+from selftask.run.watchdog import Watch
 
 
 class Named(Source):
@@ -125,12 +126,34 @@ def _watch_one_another(rank: int) -> bool:
     board = Board(rank)
     board.set(str(rank), "here")
     gather_objects(None)
-    return board.has(str(1 - rank))
+    is_there = board.has(str(1 - rank))
+    gather_objects(None)  # rank 0 hosts the board
+    return is_there
 
 
 def test_the_board_is_where_the_ranks_have_met() -> None:
     """The name of a machine may not resolve, as in some containers."""
     assert run_ranks(_watch_one_another, 2) == [True, True]
+
+
+def _two_runs(rank: int) -> list[str]:
+    for _ in range(2):
+        watch = Watch(rank, 2, timeout_s=60, report=lambda failure: None)
+        watch.stop()
+        gather_objects(None)
+        watch.end()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        names = [t.name for t in threading.enumerate() if t.name.startswith("selftask")]
+        if not names:
+            break
+        time.sleep(0.05)
+    return names
+
+
+def test_no_thread_of_a_run_outlives_it() -> None:
+    """In a script that trains several times."""
+    assert run_ranks(_two_runs, 2) == [[], []]
 
 
 def test_an_early_error_is_left_for_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,12 +85,12 @@ def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("fault", "hint"),
     [
-        ("draw", "a draw that differs: a step uses the global generator of torch"),
-        pytest.param("dropout", "a draw that differs", marks=pytest.mark.slow),
-        ("sum", "a sum that is not made"),
+        ("draw", "random numbers differ: a step uses the global generator of torch"),
+        pytest.param("dropout", "random numbers differ", marks=pytest.mark.slow),
+        ("sum", "a missing sum over ranks"),
         ("unreduced", "state that is not reduced?"),
         ("unsaved", "state that is not saved?"),
-        ("late", "a sum that is not made"),
+        ("late", "a missing sum over ranks"),
     ],
 )
 def test_hints_tell_planted_faults_apart(
@@ -99,7 +99,7 @@ def test_hints_tell_planted_faults_apart(
     """``late`` begins after ten epochs of the recipe, and within the steps of the check."""
     code, output = check(capsys, f"method.fault={fault}")
     assert code == 1, output
-    others = {"a draw that", "a sum that", "that is not reduced", "that is not saved"}
+    others = {"random numbers", "missing sum", "that is not reduced", "that is not saved"}
     assert hint in output, output
     assert not [other for other in others if other in output and other not in hint]
 

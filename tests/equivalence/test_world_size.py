@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny
 from selftask.cli.check import main
+from selftask.equivalence.worker import _describe
 from selftask.errors import UserError
 from selftask.registry import METHODS, REDUCTIONS, register_method
 
@@ -40,6 +42,7 @@ class Pull(Method):
         local: bool = False  # the spread of this rank's batch
         raises: bool = False
         dies: bool = False
+        divisor: float = 1.0
 
     def forward(self, output, batch):
         if self.config.raises:
@@ -48,7 +51,7 @@ class Pull(Method):
             os.kill(os.getpid(), signal.SIGKILL)
         distance = (output[0] - output[1]).square().sum(dim=1)
         scale = output.std() if self.config.local else 1.0
-        return (distance / scale).mean()
+        return (distance / scale).mean() / self.config.divisor
 '''
 )
 MUTANTS = {
@@ -222,8 +225,21 @@ def test_ones_own_error_is_shown(mine: Path, capsys: pytest.CaptureFixture[str])
     code, output = check(capsys, "pull", "import=[mine]", "method.raises=true", "--ranks", "2")
     assert code == 1
     assert "FAILED: rank 0 of 1: ValueError: no distance today" in output
-    assert 'mine.py:28 in forward: raise ValueError("no distance today")' in output
+    assert 'mine.py:29 in forward: raise ValueError("no distance today")' in output
     assert "Traceback" not in output
+
+
+def test_a_loss_that_is_not_finite_is_no_matter_of_ranks(mine: Path) -> None:
+    words = ("pull", "import=[mine]", "method.divisor=0", "--ranks", "1,2")
+    with pytest.raises(UserError, match="the loss is inf in step 1 of the check"):
+        main([*words])
+
+
+def test_a_loss_without_gradient_has_advice() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.zeros(()).backward()
+    message = _describe(raised.value)["message"]
+    assert message.startswith("the loss has no gradient; compute it from the output")
 
 
 def test_a_killed_rank_is_named(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

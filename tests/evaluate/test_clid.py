@@ -75,6 +75,7 @@ def test_only_some_images_are_measured() -> None:
     drawn = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:20]
     units = F.normalize(features.features[drawn].double(), dim=1).numpy()
     assert few["intrinsic_dimension"] == pytest.approx(fit_by_hand(units), rel=1e-9)
+    assert few == CLID(images=20, k=4)(features, features), "the root of their number"
     with pytest.raises(UserError, match="clid: 70 or more images are expected, and there are 60"):
         CLID(k=70)(features, features)
 

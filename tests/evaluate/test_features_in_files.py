@@ -114,6 +114,7 @@ def test_classes_are_matched_by_name(
         (["knn", "short"], "images.csv: has 2 images, and features.npy 3"),
         (["knn", "double"], "is float64 of shape (3, 2); expected float32 (images, features)"),
         (["knn", "nan", "k=[1]"], "features are not finite"),
+        (["knn", "large", "k=[1]"], "features are not finite, or too large"),
         (["knn", "one"], "k: there are no other images to choose neighbors from"),
         (["knn", "float"], "float/images.csv:2: label '0.5' is not the number of a class"),
         (
@@ -140,6 +141,7 @@ def test_mistakes_are_one_message(
         ("short", values, 2, "0"),
         ("double", values.astype(np.float64), 3, "0"),
         ("nan", values * np.nan, 3, "0"),
+        ("large", values * np.float32(1e20), 3, "0"),
         ("one", values[:1], 1, "0"),
         ("float", values, 3, "0.5"),
         ("unlabeled", values, 3, ""),

@@ -110,9 +110,11 @@ def test_modes_return_after_an_exception() -> None:
     assert backbone.training
 
 
-def test_features_that_are_not_finite_are_told() -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e20, 1e38])
+def test_features_without_a_finite_norm_are_an_error(value: float) -> None:
+    """Normalized in float32, rows of 1e20 would be 0, and the first k images the neighbors."""
     broken = nn.Sequential(nn.Flatten(), nn.Linear(48, 2))
-    nn.init.constant_(broken[1].bias, math.nan)
+    nn.init.constant_(broken[1].bias, value)
     with pytest.raises(UserError, match="6 of 6 images are not finite"):
         extract_features(broken, _batches(3), device="cpu")
     with pytest.raises(UserError, match="no images"):
@@ -193,6 +195,8 @@ def test_knn_neighbors_are_of_the_test_classes() -> None:
     got = KNN(k=[5], only_test_classes=True)(train, test)
     assert got["knn_top1"] == pytest.approx(expected)
     assert got["knn_top1"] > KNN(k=[5])(train, test)["knn_top1"]
+    alone = KNN(k=[5], only_test_classes=True)(train, train)
+    assert alone == KNN(k=[5])(train, train), "no image is its own neighbor"
     with pytest.raises(UserError, match=f"there are {int(known.sum())} images to choose from"):
         KNN(k=[100], only_test_classes=True)(train, test)
 
@@ -210,6 +214,9 @@ def test_labels_are_needed() -> None:
     blank = Features(train.features, torch.full((10,), -1), train.indices)
     with pytest.raises(UserError, match="test set: 10 of 10 images have no label"):
         KNN()(train, blank)
+    hashed = Features(train.features, train.targets + 10**12, train.indices)
+    with pytest.raises(UserError, match=r"test set: the label 1\d{12} is no class number"):
+        KNN()(train, hashed)
 
 
 def test_is_registered_with_its_fields() -> None:
@@ -249,6 +256,8 @@ def test_an_evaluation_that_takes_other_arguments_is_named() -> None:
     def evaluation(features: object, labels: object, more: object) -> dict[str, float]:
         return {}
 
+    with pytest.raises(UserError, match=r"eval.evaluations.mine: object has no method __call__"):
+        over_seeds(object(), (None, None), "eval.evaluations.mine")
     match = r"test_features_knn.py:\d+: eval.evaluations.mine is called with \(train, test\), and t"
     with pytest.raises(UserError, match=match):
         over_seeds(evaluation, (None, None), "eval.evaluations.mine")

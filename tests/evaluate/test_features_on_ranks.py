@@ -18,14 +18,16 @@ from selftask.cli.main import main
 from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.loader import EvalBatches
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.transforms.pipeline import build_pipeline
-from selftask.errors import RunError, UserError
-from selftask.evaluate.on_ranks import iterate_in_order
+from selftask.errors import BadImage, RunError, UserError
+from selftask.evaluate.features import Features
+from selftask.evaluate.knn import KNN
+from selftask.evaluate.on_ranks import iterate_in_order, part_of_rank
 
 COUNT, BATCH = 45, 4
 UNREADABLE = {*range(8, 12), 19, 44}  # a whole batch, one of another, and all of the last one
+NUM_TESTED = 25  # only rank 0 has an image in the last chunk
 
 
 class Numbered(Source):
@@ -90,6 +92,27 @@ def test_every_rank_gets_all_features_in_order(size: int) -> None:
     assert first[1] == pytest.approx([2.0 * index for index in readable], rel=1e-5)
     assert first[2] == [index % 7 for index in readable]
     assert others == [first] * (size - 1)
+
+
+def _knn_scores(rank: int) -> list[float]:
+    draws = torch.Generator().manual_seed(7)
+    targets = torch.randint(3, (30 + NUM_TESTED,), generator=draws)
+    features = 2 * torch.eye(3, 4)[targets] + torch.randn(30 + NUM_TESTED, 4, generator=draws)
+    images = Features(features, targets, torch.arange(30 + NUM_TESTED))
+    train, test = images[torch.arange(30)], images[torch.arange(30, 30 + NUM_TESTED)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("selftask.evaluate.knn.QUERIES", 6)  # several chunks of each rank
+        patch.setattr(torch, "empty", torch.ones)  # an image that was not tested is then a hit
+        return KNN(k=[5])(part_of_rank(train), part_of_rank(test))["knn_top1"].scores.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_scores_are_in_the_order_of_the_images(size: int) -> None:
+    """Those of two models are compared image by image; the last one of rank 0 has its own chunk."""
+    alone = _knn_scores(0)
+    assert alone[12] == alone[8] == 0, "no hit"
+    assert len(alone) == NUM_TESTED and 0 < sum(alone) < NUM_TESTED
+    assert run_ranks(_knn_scores, size) == [alone] * size
 
 
 def test_an_error_of_one_rank_ends_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,33 @@ def test_linear_top1_is_among_the_test_classes(digits: tuple[Features, Features]
     assert actual[0] < actual[1] == pytest.approx(expected, abs=1.5 / len(test))
 
 
+@pytest.mark.parametrize("seed", [13, 38, 42])
+def test_the_weight_decay_is_the_best_on_held_out_images(seed: int) -> None:
+    """Noisy classes; by scikit-learn on the same held-out images, then fitted to all images.
+
+    The best decay is neither that of the smallest loss nor that of a smaller held-out share.
+    """
+    decays, draws = [1.0, 10.0, 0.1, 0.03], torch.Generator().manual_seed(seed)
+    centers = torch.randn(3, 40, generator=draws) * torch.linspace(1, 0, 40)
+    sets = []
+    for count in (120, 600):
+        targets = torch.arange(count) % 3
+        noise = 2.5 * torch.randn(count, 40, generator=draws)
+        sets.append(Features(centers[targets] + noise, targets, torch.arange(count)))
+    x, x_test = (part.features.double().numpy() for part in linear._standardized(*sets))
+    y, y_test = (part.targets.numpy() for part in sets)
+    order = torch.randperm(120, generator=torch.Generator().manual_seed(5)).numpy()
+    held, kept = order[:72], order[72:]
+
+    def fit(rows: np.ndarray, decay: float) -> LogisticRegression:
+        model = LogisticRegression(C=1 / (decay * len(rows)), max_iter=5000, tol=1e-8)
+        return model.fit(x[rows], y[rows])
+
+    best = max(decays, key=lambda decay: fit(kept, decay).score(x[held], y[held]))
+    actual = Linear(weight_decay=decays, held_out=0.6, seed=5)(*sets)["linear_top1"]
+    assert actual == pytest.approx(fit(order, best).score(x_test, y_test), abs=1.5 / 600)
+
+
 def test_few_labels_grow_towards_all(digits: tuple[Features, Features]) -> None:
     train, test = digits
     probe = Linear(few_labels=[1, 10], repeats=3)
@@ -144,6 +172,16 @@ def test_constant_features_rare_and_unseen_classes() -> None:
     assert got["linear_top1"] == got["linear_10_labels_top1"] == pytest.approx(0.8)
     with pytest.raises(UserError, match=r"few_labels: \[11\]: class 0 has 10 training images"):
         Linear(few_labels=[5, 11])(train, test)
+
+
+def test_one_feature_may_be_far_larger_than_the_others(digits: tuple[Features, Features]) -> None:
+    noise = 1e6 * torch.randn(1797, 1, generator=torch.Generator().manual_seed(0))
+    train, test = (
+        replace(part, features=torch.cat([1e-3 * part.features, noise[part.indices]], dim=1))
+        for part in digits
+    )
+    got = Linear(weight_decay=[1e-2])(train, test)["linear_top1"]
+    assert got == pytest.approx(_sklearn(train, test, 1e-2), abs=2 / len(test))
 
 
 def test_labels_are_needed() -> None:

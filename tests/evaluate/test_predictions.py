@@ -128,6 +128,11 @@ def test_calibration_error_is_that_of_a_loop(given: tuple[Tensor, Tensor], tmp_p
     for name in ("all.npz", "best.csv"):
         row = metrics(write(tmp_path / name, scores, labels), bins=10)
         assert row["ece"] == pytest.approx(expected, abs=1e-5), name
+    assert metrics(read_predictions(tmp_path / "all.npz")) == metrics(
+        read_predictions(tmp_path / "all.npz"), bins=15
+    ), "as in the paper"
+    two_bins = expected_calibration_error(np.array([0.5, 0.6]), np.array([False, True]), 2)
+    assert two_bins == pytest.approx(0.5 * 0.5 + 0.5 * 0.4)  # ]0, 0.5] and ]0.5, 1]
     sure = np.ones(4)
     assert expected_calibration_error(sure, np.array([True, True, True, False]), 15) == 0.25
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import selftask
 from page_blocks import ROOT
 from selftask.cli.main import main
+from selftask.config.run_length import RunLength
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.evaluate.probe.heads import AttentiveHead, HeadGrid, LinearHead, normalization
@@ -26,6 +28,7 @@ from selftask.evaluate.probe.protocols import PROTOCOLS
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import save_backbone
 from selftask.optim.optimizers.lars import LARS
+from selftask.optim.schedules import build_schedule
 
 GRID = [(0.1, 0.0), (0.1, 0.01), (1.0, 0.01)]  # lr, weight decay
 
@@ -199,6 +202,78 @@ def test_a_protocol_is_plain_training_on_its_features(
     expected = float((linear(test).argmax(dim=1) == y).float().mean())
     assert expected > 0.7, "else this shows nothing"
     assert row["probe_moco_top1"] == pytest.approx(expected, abs=0.051)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {  # the sections of the papers named in protocols.py
+    "dinov2": {
+        "optimizer": ("sgd", {}),
+        "epochs": 10,
+        "batch_size": 1024,
+        "blocks": [1, 4],
+        "pool": ["class", "both"],
+        "norm": "none",
+    },
+    "mae": {
+        "optimizer": ("lars", {}),
+        "epochs": 90,
+        "batch_size": 16_384,
+        "lr": [0.1],
+        "weight_decay": [0.0],
+        "norm": "batch",
+    },
+    "moco": {
+        "optimizer": ("sgd", {}),
+        "epochs": 100,
+        "batch_size": 256,
+        "lr": [30.0],
+        "weight_decay": [0.0],
+        "norm": "none",
+    },
+    "simclr": {
+        "optimizer": ("sgd", {"nesterov": True}),
+        "epochs": 90,
+        "batch_size": 4096,
+        "lr": [0.1],
+        "weight_decay": [0.0],
+        "norm": "none",
+    },
+    "vissl": {
+        "optimizer": ("sgd", {"nesterov": True}),
+        "epochs": 28,
+        "batch_size": 256,
+        "lr": [0.01],
+        "weight_decay": [0.0005],
+        "norm": "batch",
+    },
+}
+DINOV2_RATES = [1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_protocols_are_those_of_the_papers(name: str) -> None:
+    """Learning rates of MoCo and VISSL drop to a tenth; the others decay by a cosine."""
+    protocol = PROTOCOLS[name]
+    published = {**PUBLISHED[name]}
+    assert (protocol.optimizer, protocol.options) == published.pop("optimizer")
+    assert {key: getattr(protocol, key) for key in published} == published
+    if name == "dinov2":
+        assert protocol.lr == pytest.approx(DINOV2_RATES)
+        assert LinearHead(2000, 10).linear.weight.std().item() == pytest.approx(0.01, rel=0.03)
+    length = RunLength(2560, 256, epochs=protocol.epochs)  # 10 steps an epoch
+    factor = build_schedule(protocol.schedule, length)
+
+    def expected(progress: float) -> float:
+        epoch = progress * protocol.epochs
+        if milestones := {"moco": (60, 80), "vissl": (8, 16, 24)}.get(name):
+            return 0.1 ** sum(epoch >= end for end in milestones)
+        warmup = 10 if name == "mae" else 0
+        if epoch < warmup:
+            return epoch / warmup
+        rest = (epoch - warmup) / (protocol.epochs - warmup)
+        return (1 + math.cos(math.pi * rest)) / 2
+
+    for progress in (0, 0.05, 0.3, 0.59, 0.605, 0.79, 0.81, 0.86, 0.99):
+        assert factor(progress) == pytest.approx(expected(progress), rel=1e-6), progress
 
 
 @pytest.mark.parametrize("protocol", sorted(PROTOCOLS))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.spatial.distance import pdist
 
 import tiny
 from figures import draw
@@ -31,6 +32,28 @@ def test_measures_are_those_of_the_authors(case: int) -> None:
     nesum = float(variances.sum() / variances[0])
     computed = (rankme(features), alpha(variances, 3, 20), nesum)
     assert computed == pytest.approx(FIGURES[case], rel=1e-9)
+
+
+def test_only_eigenvalues_are_of_centered_features() -> None:
+    """All measures of features far from zero, by NumPy's and SciPy's decompositions."""
+    x = 3 + draw(4, 150, 120).float() * torch.arange(1, 121) ** -0.4
+    images = Features(x, torch.zeros(150).long(), torch.arange(150))
+    singular = np.linalg.svd(x.double().numpy(), compute_uv=False)
+    share = singular / singular.sum() + 1e-7
+    variances = np.linalg.eigvalsh(np.cov(x.double().numpy().T))[::-1]
+    rank = np.arange(3, 101)
+    slope, _ = np.polyfit(np.log(rank), np.log(variances[2:100]), 1, w=rank**-0.5)
+    units = torch.nn.functional.normalize(x.double(), dim=1)
+    kernel = np.exp(-2 * pdist(units.numpy(), "sqeuclidean"))
+    assert Spectrum()(images, images) == pytest.approx(
+        {
+            "rankme": np.exp(-(share * np.log(share)).sum()),
+            "alpha": -slope,
+            "nesum": variances.sum() / variances[0],
+            "feature_uniformity": np.log(kernel.mean()),
+        },
+        rel=1e-6,
+    )
 
 
 def test_rankme_of_equal_and_of_single_directions() -> None:
@@ -62,6 +85,10 @@ def test_uniformity_as_a_loop_over_pairs() -> None:
     mean = sum(math.exp(-2 * float((a - b).square().sum())) for a, b in pairs) / len(pairs)
     assert uniformity(torch.stack(units)) == pytest.approx(math.log(mean), rel=1e-12)
     assert uniformity(torch.ones(5, 3)) == pytest.approx(0, abs=1e-6)
+    assert uniformity(torch.zeros(5, 3)) == 0, "of a network without any output"
+    mixed = torch.tensor([[0.0, 0.0], [0.0, 0.0], [3.0, 4.0]])
+    mean = (1 + 2 * math.exp(-2)) / 3  # squared distances 0, 1 and 1
+    assert uniformity(mixed) == pytest.approx(math.log(mean), rel=1e-6)
 
 
 def test_too_few_images_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,10 +39,12 @@ def hinge_machine(x: np.ndarray, is_class: np.ndarray, cost: float) -> np.ndarra
     return scipy.optimize.minimize(objective, start, jac=True, tol=1e-12).x
 
 
-def mean_average_precision(scores: np.ndarray, targets: np.ndarray) -> float:
+def mean_average_precision(
+    scores: np.ndarray, targets: np.ndarray, labels: Sequence[int] = (0, 1, 2)
+) -> float:
     """Mean over classes of the precision at the rank of each positive."""
     values = []
-    for label in range(scores.shape[1]):
+    for label in labels:
         order = np.argsort(-scores[:, label], kind="stable")
         hits = (targets[order] == label).astype(float)
         precision = np.cumsum(hits) / np.arange(1, len(hits) + 1)
@@ -66,12 +69,14 @@ def test_svm_top1_is_among_the_test_classes() -> None:
     test = test[test.targets != 1]
     x, x_test = (F.normalize(part.features.double(), dim=1).numpy() for part in (train, test))
     rows = np.concatenate([x_test, np.ones((len(x_test), 1))], axis=1)
-    machines = [hinge_machine(x, train.targets.numpy() == label, 0.5) for label in (0, 2)]
-    best = np.array([0, 2])[(rows @ np.stack(machines, axis=1)).argmax(axis=1)]
+    machines = [hinge_machine(x, train.targets.numpy() == label, 0.5) for label in range(3)]
+    scores = rows @ np.stack(machines, axis=1)
+    best = np.array([0, 2])[scores[:, [0, 2]].argmax(axis=1)]
     every, among = (SVM(costs=[0.5], only_test_classes=only)(train, test) for only in (False, True))
     assert among["svm_top1"] == pytest.approx((best == test.targets.numpy()).mean())
     assert among["svm_top1"] > every["svm_top1"]
-    assert among["svm_map"] == every["svm_map"]
+    expected = mean_average_precision(scores, test.targets.numpy(), labels=(0, 2))
+    assert among["svm_map"] == every["svm_map"] == pytest.approx(expected, abs=1e-3)
 
 
 def test_the_cost_is_chosen_without_the_test_images() -> None:
@@ -110,10 +115,32 @@ def test_each_fold_has_all_classes_although_the_images_are_sorted(
     assert folds == [{0, 1, 2}] * len(folds) != []
 
 
+def test_a_class_has_at_most_as_many_folds_as_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first cost is used for a class of one image, since no fold could have it."""
+    folds: list[int] = []
+
+    def score(machine: Any, x: Any, y: Any, *, cv: Any, scoring: str) -> np.ndarray:
+        assert scoring == "average_precision", "as in VISSL"
+        folds.append(cv.get_n_splits())
+        return np.zeros(3)
+
+    monkeypatch.setattr("sklearn.model_selection.cross_val_score", score)
+    train = blobs(90, 0)
+    images = torch.cat([(train.targets == c).nonzero()[:n, 0] for c, n in enumerate((1, 2, 30))])
+    SVM(costs=[0.1, 1.0])(train[images], blobs(60, 1))
+    assert folds == [2, 2, 3, 3]
+
+
 def test_one_class_is_refused() -> None:
     alone = blobs(90, 0)[blobs(90, 0).targets == 1]
     with pytest.raises(UserError, match="costs: all training images are of class 1"):
         SVM()(alone, alone)
+
+
+def test_test_images_of_other_classes_are_wrong() -> None:
+    train, test = blobs(90, 0), blobs(60, 1)
+    others = Features(test.features, test.targets + 3, test.indices)
+    assert SVM(costs=[1.0])(train, others) == {"svm_top1": 0.0, "svm_map": 0.0}
 
 
 def test_few_labels_are_drawn_of_each_class_and_averaged() -> None:

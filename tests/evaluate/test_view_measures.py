@@ -61,6 +61,7 @@ def test_alignment_as_a_loop_over_pairs() -> None:
     mean = sum(float((a - b).square().sum()) for a, b in pairs) / len(pairs)
     assert alignment(x) == pytest.approx(mean, rel=1e-12)
     assert alignment(x[:, :1].expand(-1, 3, -1)) == pytest.approx(0, abs=1e-12)
+    assert alignment(torch.zeros(4, 3, 5)) == 0
 
 
 def test_a_run_is_measured_in_its_own_views(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -130,6 +131,14 @@ def test_the_negatives_climb_the_loss_that_the_network_descends() -> None:
         method.step_negatives([(query, keys)])
     assert losses == sorted(losses) and losses[0] < losses[-1]
     assert not list(method.parameters())
+
+
+def test_the_negatives_move_by_the_queries_and_keys_of_the_step() -> None:
+    task = MiniTask("adco", SMALL).run(1)
+    expected = copy.deepcopy(task.loss)
+    batch = task.run(1).last_batch
+    expected.step_negatives([(batch.output.detach(), batch["keys"])])
+    torch.testing.assert_close(task.loss.negatives, expected.negatives, rtol=1e-12, atol=0)
 
 
 def test_two_ranks_and_accumulated_batches_are_one() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from timm.layers import Attention
 from torch import Tensor
 
 from figures import draw
+from selftask.batch import Batch
 from selftask.methods.aim import AIM, next_patch_loss, prefix_causal
 from selftask.methods.mae import normalize, patchify
 
@@ -54,6 +57,25 @@ def test_loss_is_the_published_objective(seed: int) -> None:
     assert (loss.item(), gradient.norm().item()) == pytest.approx(LOSS[seed], rel=1e-9)
     mean = next_patch_loss(prediction, pixels, mask)
     assert mean.item() == pytest.approx(torch.stack(of_images).mean().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_targets_are_the_patches_of_the_image(normalized: bool) -> None:
+    """Standardized by default, as in the paper."""
+    method = AIM(AIM.Config() if normalized else AIM.Config(normalize_pixels=False))
+    method.patch_size = 4
+    none = torch.empty(0, dtype=torch.int64)
+    images = draw(1, 2, 3, 8, 8) + 2
+    batch = Batch(views={"main": [images]}, labels=none, index=none, key=none)
+    method.on_forward(SimpleNamespace(last_batch=batch))
+    for row in range(2):
+        for column in range(2):
+            patch = images[:, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+            expected = patch.permute(0, 2, 3, 1).flatten(1)
+            if normalized:
+                deviation = (expected.var(dim=1, keepdim=True) + 1e-6).sqrt()
+                expected = (expected - expected.mean(dim=1, keepdim=True)) / deviation
+            torch.testing.assert_close(batch["pixels"][:, 2 * row + column], expected)
 
 
 def test_prefixes_have_all_lengths() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from figures import draw
 from minitask import MiniTask
+from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
 from selftask.methods.all4one import All4One, centroid_loss, feature_loss, sine_positions
@@ -89,6 +90,32 @@ def test_two_steps_are_those_of_the_authors(case: int) -> None:
         assert computed == pytest.approx(others, rel=1e-8)
 
 
+def test_loss_compares_a_view_with_the_teacher_of_the_other() -> None:
+    """Terms, weights and temperatures of the authors' code, by the functions that have them."""
+    method = All4One(All4One.Config(**SMALL)).double()
+    _, prediction, query = output = [draw(seed, 2, 5, 6) for seed in (1, 2, 3)]
+    neighbors = F.normalize(draw(4, 2, 5, 3, 6), dim=3)
+    teacher = F.normalize(draw(5, 2, 5, 6), dim=2)
+    none = torch.empty(0, dtype=torch.int64)
+    added = {"teacher": teacher, "neighbors": neighbors}
+    batch = Batch(views={}, labels=none, index=none, key=none, added=added)
+    terms = method(torch.stack(output, dim=2), batch)
+    expected = {
+        "neighbor": 0.5 * neighbor_loss(prediction, neighbors[:, :, 0], temperature=0.2),
+        "centroid": 0.5 * centroid_loss(query, neighbors, method.mixer, temperature=0.1),
+        "feature": 0.5 * 10 * feature_loss(prediction, teacher.flip(0)),
+    }
+    torch.testing.assert_close(terms, expected, rtol=1e-12, atol=0)
+
+
+def test_the_centroid_is_the_first_output_of_the_transformer() -> None:
+    mixer = All4One(All4One.Config(**SMALL)).double().mixer
+    sequence = draw(1, 2, 3, 6)
+    expected = mixer.encoder(sequence + mixer.positions)
+    torch.testing.assert_close(mixer(sequence), expected[:, 0], rtol=1e-12, atol=0)
+    assert not torch.allclose(expected[:, 0], expected.mean(dim=1), atol=1e-3)
+
+
 def test_positions_number_the_neighbors() -> None:
     """As a formula; and a method that exchanges two neighbors gives another centroid."""
     positions = sine_positions(3, 4)
@@ -124,6 +151,7 @@ def test_feature_loss_is_that_of_the_paper() -> None:
 def test_no_image_is_its_own_neighbor() -> None:
     """Neighbors are rows of the queue before the teacher's first view is enqueued."""
     task = MiniTask("all4one", SMALL)
+    assert isinstance(task.base_model.head.projector[-1], nn.BatchNorm1d), "as in NNCLR"
     before = task.loss.queue.rows.clone()
     batch = task.run(1).last_batch
     gaps = (batch["neighbors"][:, :, :, None] - before).abs().amax(dim=4)

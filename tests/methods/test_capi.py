@@ -232,6 +232,19 @@ def test_a_prediction_does_not_depend_on_others_nor_on_hidden_patches() -> None:
     assert torch.allclose(fewer.prediction, batch.output.prediction[:, 3:], rtol=0, atol=1e-12)
 
 
+def test_any_hidden_patch_may_be_predicted() -> None:
+    """A quarter of eight hidden patches, drawn for each image, wherever they are."""
+    key = torch.stack([torch.arange(4000), torch.zeros(4000, dtype=torch.long)], dim=1)
+    method = CAPI(CAPI.Config(num_clusters=2, mask_ratio=0.5, predicted=0.25))
+    mask = method.draw_mask(3, key, (4, 4))
+    assert mask.asked.shape == (4000, 1, 2)
+    asked, kept = (
+        torch.zeros(4000, 16).scatter(1, index, 1) for index in (mask.asked[:, 0], mask.keep)
+    )
+    assert not (asked * kept).any() and (asked.sum(dim=1) == 2).all()
+    assert ((asked.sum(dim=0) / (1 - kept).sum(dim=0) - 0.25).abs() < 0.05).all()
+
+
 def test_registers_of_the_backbone_have_positions_in_the_predictor() -> None:
     assert _task().base_model.head.num_registers == 4
     learned = _task(lambda: _vit(positions="learned", class_token=True))

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from timm.models.vision_transformer import VisionTransformer
 
 from figures import draw
-from minitask import predicted
+from minitask import MiniTask, predicted
 from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
@@ -21,6 +22,11 @@ PUBLISHED = {
     0: (1.8958498619346513, 0.22268081959693145, 0.07026456443652675, 0.2250976459118289),
     500: (2.052247554767153, 0.8515419592237206, 0.07310536692933559, 0.4926408710068726),
 }
+
+
+def _vit() -> VisionTransformer:
+    sizes = {"img_size": 8, "patch_size": 2, "embed_dim": 12, "depth": 1, "num_heads": 3}
+    return VisionTransformer(num_classes=0, **sizes)
 
 
 @pytest.mark.parametrize("seed", PUBLISHED)
@@ -49,6 +55,22 @@ def test_the_feature_is_that_of_all_patches_and_no_prefix_token() -> None:
     x = torch.cat([decoder.embed(encoded[:, :1]), tokens, queries], dim=1)
     expected = decoder.project(decoder.norm(decoder.blocks[0](x)))[:, 1:].mean(dim=1)
     torch.testing.assert_close(decoder(encoded, keep, asked), expected)
+
+
+def test_the_target_is_the_mean_of_the_teachers_patches_of_the_second_view() -> None:
+    """Through its projector; the network's feature goes through projector and predictor."""
+    small = {"decoder_dim": 8, "decoder_depth": 1, "decoder_heads": 2, "feature_depth": 1}
+    sizes = {"hidden_dim": 7, "out_dim": 5, "momentum": 0.9}
+    task = MiniTask("cmae", {**small, **sizes}, backbone=_vit, sizes=(8, 8), lr=0.1).run(2)
+    batch = task.forward(torch.arange(8))
+    teacher, network, mask = task.loss.teacher.network, task.base_model, batch["mask"]
+    tokens = teacher.backbone.forward_features(batch.all_views[1])
+    torch.testing.assert_close(batch["target"], teacher.head(tokens[:, 1:].mean(dim=1)).detach())
+    encoded = batch.output.features.tokens.sequence
+    feature = network.feature_decoder(encoded, mask.keep, mask.asked, grid=(4, 4))
+    head = network.contrast_head
+    expected = head.predictor(head.projector(feature))
+    torch.testing.assert_close(batch.output.prediction.image, expected)
 
 
 def test_contrast_loss_of_perfect_and_of_equal_predictions() -> None:

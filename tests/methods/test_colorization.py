@@ -13,9 +13,11 @@ from torch import Tensor
 
 import tiny
 from figures import draw
+from minitask import loss_of, predicted
 from selftask.batch import Batch
 from selftask.errors import UserError
 from selftask.methods.colorization import (
+    Colorization,
     color_loss,
     gamut_bins,
     rebalancing,
@@ -132,6 +134,22 @@ def test_the_network_sees_no_color(tmp_path: Path) -> None:
     torch.testing.assert_close(batch["target"].shares, target.shares.flip(0))
     assert not torch.allclose(batch["target"].shares, target.shares)
     task.close()
+
+
+def test_colors_have_the_weights_of_their_smoothed_distribution() -> None:
+    """Of all colors so far, smoothed by a Gaussian of 5 whose values for a bin add up to 1."""
+    method = Colorization(Colorization.Config(bin_size=10)).double()
+    bins = method.bins.tolist()
+    method.counts.copy_(draw(3, len(bins)).exp() ** 3)
+    smooth = torch.zeros(len(bins), dtype=torch.float64)
+    for bin, share in zip(bins, (method.counts / method.counts.sum()).tolist(), strict=True):
+        near = torch.tensor([math.exp(-(math.dist(bin, other) ** 2) / 50) for other in bins])
+        smooth += share * near.double() / near.double().sum()
+    scores, colors = draw(1, 2, len(bins), 3, 4), 40 * draw(0, 2, 2, 3, 4)
+    target = soft_encoding(colors, method.bins)
+    expected = color_loss(scores, target, rebalancing(smooth, 0.5))
+    loss = loss_of(method, predicted(scores), target=target)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_colors_of_steps_are_counted(tmp_path: Path) -> None:

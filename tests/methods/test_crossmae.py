@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from timm.models import VisionTransformer
@@ -100,6 +102,19 @@ def test_each_block_reads_its_mixture_of_layers_and_all_are_trained() -> None:
     without = [name for name, parameter in trained if parameter.grad is None]
     assert without == []
     assert task.last_batch.output.prediction.shape[1:] == (1, 4, 12)
+
+
+def test_the_decoder_reads_all_layers_of_the_encoder_the_last_one_normalized() -> None:
+    task = MiniTask("crossmae", SMALL, backbone=_vit, sizes=(8,))
+    network: Any = task.base_model
+    outputs: list[Tensor] = []
+    read: list[Tensor] = []
+    for block in network.backbone.blocks:
+        block.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    network.head.register_forward_pre_hook(lambda module, inputs: read.extend(inputs[0]))
+    task.forward(torch.arange(4))
+    expected = [outputs[0], network.backbone.norm(outputs[1])]
+    torch.testing.assert_close(read, expected)
 
 
 def test_the_picture_shows_what_was_kept_and_what_was_predicted() -> None:

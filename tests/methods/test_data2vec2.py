@@ -18,7 +18,7 @@ from selftask.config.config_class import config_class
 from selftask.config.run_length import RunLength
 from selftask.errors import UserError
 from selftask.methods.data2vec2 import Data2Vec2, Predictions, contextual_targets
-from selftask.models.masks import is_hidden
+from selftask.models.masks import is_hidden, scattered_squares
 from selftask.models.predictors.conv_decoder import ConvDecoder
 from selftask.models.predictors.patch_predictor import sincos_positions
 from selftask.optim.schedules import build_schedule
@@ -141,6 +141,20 @@ def test_masks_of_an_image_share_a_pass_of_the_teacher(monkeypatch: pytest.Monke
     teacher.register_forward_hook(lambda module, inputs, output: rows.append(len(inputs[0])))
     task.run(1)
     assert rows == [8]
+
+
+def test_squares_are_as_many_as_in_the_authors_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of (1 - 0.8 + 0.07) of 14 x 14 patches in squares of 3 x 3: int(5.88)."""
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(draws: Tensor, side: int, grid: tuple[int, int]) -> Tensor:
+        shapes.append((*draws.shape[1:], side, *grid))
+        return scattered_squares(draws, side, grid)
+
+    monkeypatch.setattr("selftask.methods.data2vec2.scattered_squares", noted)
+    keep = Data2Vec2(Data2Vec2.Config()).draw_mask(1, torch.tensor([[0, 5]]), (14, 14))
+    assert shapes == [(16, 5, 3, 14, 14)]
+    assert keep.shape == (1, 16, 39)
 
 
 def test_each_mask_shows_its_own_patches_to_the_network() -> None:

@@ -185,6 +185,9 @@ def test_masks_of_the_data_are_the_segments(tmp_path: Path) -> None:
     for index, ids in zip(batch.index.tolist(), batch["ids"].transpose(0, 1), strict=True):
         assert {*ids.flatten().tolist()} <= {*masks[index].flatten().tolist()}
     assert (batch["ids"] >= 100).any()
+    assert not torch.equal(*batch["ids"]), "sampled for each view"
+    for regions in batch.input[1]:  # of one view, (B, M, R, R)
+        assert regions.flatten(2).any(dim=2).all(), "a region is in its view"
     task.close()
 
 

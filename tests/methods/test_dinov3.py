@@ -70,7 +70,7 @@ def test_other_terms_are_those_of_the_authors_code(case: int) -> None:
         *_output_and_batch(draw(seed + 2, 6, 12), views, patches, mask, targets, of_patches)
     )
     pairs = 2 * 4 - 2
-    global_mean, local_mean = terms["dino_global"] * pairs / 2, terms["dino_local"] * pairs / 4
+    global_mean, local_mean = terms["dino_global"] * pairs / 2, terms["dino_local"] * pairs / 12
     (global_mean + local_mean + terms["ibot"]).backward()
     assert views.grad is not None and patches.grad is not None
     figures = global_mean.item(), local_mean.item(), views.grad.norm().item()
@@ -99,7 +99,7 @@ def _output_and_batch(
         "patch_targets": of_patches,
         "gram_patches": None,
         "gram_weight": 1.0,
-        "local_weight": 1.0,
+        "local_weight": 3.0,
     }
     batch = Batch(views={}, labels=none, index=none, key=none, added=added)
     return PatchOutput(Predictions(views, patches), features), batch

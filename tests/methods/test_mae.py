@@ -192,6 +192,7 @@ def test_weights_start_as_in_the_paper() -> None:
     patches = network.backbone.patch_embed.proj.weight  # like a linear layer of 12 -> 12
     assert 0.9 < float(patches.detach().abs().max()) / math.sqrt(6 / 24) <= 1
     assert network.backbone.patch_embed.proj.bias.all()  # torch's own, as in the code
+    assert 0.005 < network.backbone.cls_token.std() < 0.05, "normal, with 0.02"
 
 
 def test_images_of_another_size_have_masks_of_their_own_grid() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from figures import bits, draw
-from selftask.methods.maskfeat import by_patch, oriented_gradients
+from selftask.batch import Batch
+from selftask.methods.maskfeat import MaskFeat, by_patch, oriented_gradients
 
 # seeds 0 and 500: norm, sum and first nine of the targets, loss and norm of its gradient
 FIGURES = [
@@ -65,3 +68,20 @@ def test_histograms_are_those_of_a_loop() -> None:
 def test_a_flat_image_has_no_direction() -> None:
     flat = torch.full((1, 3, 16, 16), 0.7)
     assert not oriented_gradients(flat, 8, 9).any()
+
+
+def test_targets_are_histograms_of_the_hidden_patches() -> None:
+    method = MaskFeat(MaskFeat.Config(cell_size=4, num_bins=3))
+    method.patch_size = 8
+    images, hidden = draw(1, 2, 3, 24, 24), torch.tensor([[7, 0, 3], [2, 8, 1]])
+    none = torch.empty(0, dtype=torch.int64)
+    batch = Batch(views={"main": [images]}, labels=none, index=none, key=none)
+    batch["hidden"] = (hidden, torch.zeros(2, 3, dtype=torch.bool))
+    task: Any = SimpleNamespace(last_batch=batch)
+    method.on_forward(task)
+    histograms = oriented_gradients(images, 4, 3)  # (2, 3, 3, 6, 6)
+    for image in range(2):
+        for number, patch in enumerate(hidden[image].tolist()):
+            row, column = 2 * (patch // 3), 2 * (patch % 3)
+            expected = histograms[image, :, :, row : row + 2, column : column + 2].flatten()
+            assert torch.equal(batch["targets"][image, number], expected)

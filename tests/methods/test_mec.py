@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from figures import draw
+from minitask import MiniTask, loss_of
 from selftask.config.run_length import RunLength
 from selftask.methods.mec import MEC, mec_loss
 from selftask.optim.schedules import build_schedule
@@ -46,3 +47,21 @@ def test_expansion_falls_in_the_warm_up() -> None:
     expansion_at = build_schedule(MEC.Config().expansion, length)
     values = [expansion_at(step / 200) for step in (0, 50, 100, 150, 199)]
     assert values == pytest.approx([8.0, 4.5, 1.0, 1.0, 1.0])
+
+
+def test_a_view_predicts_the_teachers_projection_of_the_other_view() -> None:
+    """With the expansion of the step: two ninths of the run are done."""
+    expansion = {"name": "linear", "start": 10.0, "end": 1.0}
+    sizes = {"out_dim": 6, "hidden_dim": 7, "predictor_dim": 5}
+    task = MiniTask("mec", {**sizes, "expansion": expansion}).run(2)
+    batch = task.forward(torch.arange(8))
+    first, second = task.loss.teacher(batch.input)
+    expected = mec_loss(
+        batch.output[:, :, 1],
+        torch.stack([second, first]),
+        distortion=64.0,
+        expansion=10.0 - 9 * 2 / 9,
+        order=4,
+    )
+    loss = loss_of(task.loss, batch.output, **batch.added)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +88,36 @@ def test_a_radius_beyond_all_frequencies_is_refused() -> None:
     batch = Batch(views={"main": [torch.zeros(8, 3, 10, 10)]}, labels=keys, index=keys, key=keys)
     method.prepare_batch(batch, task)
     assert (batch["removed"].sum(dim=(1, 2)) > 0).all()
+
+
+def test_pixels_are_those_before_normalize() -> None:
+    moments = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    normalize = SimpleNamespace(to_dict=lambda: {"name": "normalize", **moments})
+    task: Any = SimpleNamespace(
+        data_module=SimpleNamespace(channels=3),
+        config=SimpleNamespace(views={"main": SimpleNamespace(count=1, transforms=[normalize])}),
+    )
+    method = MFM(MFM.Config())
+    method.read_moments(task)
+    pixels = torch.rand(2, 3, 4, 4)
+    mean, std = (torch.tensor(values)[:, None, None] for values in moments.values())
+    torch.testing.assert_close((pixels - mean) / std * method.std + method.mean, pixels)
+
+
+def test_images_that_keep_low_frequencies_are_a_share() -> None:
+    """The network sees pixels of the kept frequencies, normalized again."""
+    keys = torch.stack([torch.zeros(400, dtype=torch.int64), torch.arange(400)], dim=1)
+    task: Any = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(seed=0)))
+    images = (draw(3, 400, 3, SIDE, SIDE).sigmoid() - MEAN) / STD
+    for share in (0.0, 0.25, 1.0):
+        method = MFM(MFM.Config(radius=RADIUS, low_share=share))
+        method.mean, method.std = MEAN, STD
+        batch = Batch(views={"main": [images]}, labels=keys, index=keys, key=keys)
+        method.prepare_batch(batch, task)
+        is_low = ~batch["removed"][:, 0, 0]
+        assert is_low.double().mean().item() == pytest.approx(share, abs=0.07 * (0 < share < 1))
+        disc = low_frequencies((SIDE, SIDE), RADIUS, images.device)
+        kept = torch.where(is_low[:, None, None], disc, ~disc)
+        spectrum = torch.fft.fft2(images * STD + MEAN) * kept[:, None]
+        pixels = torch.fft.ifft2(spectrum).real.clamp(0, 1)
+        torch.testing.assert_close(batch.input, (pixels - MEAN) / STD, rtol=0, atol=1e-4)

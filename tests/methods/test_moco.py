@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import DropPath
 from torch import Tensor
 
-from minitask import MiniTask, largest_difference, make_views
+from minitask import MiniTask, TinyBackbone, largest_difference, make_views
 from ranks import run_ranks
 from selftask.config.config_class import config_class
 from selftask.config.load import load_config
@@ -18,7 +19,9 @@ from selftask.distributed.collectives import world_size
 from selftask.distributed.simulated import SIMULATED
 from selftask.errors import ConfigError
 from selftask.methods.moco import MoCo
+from selftask.models.dropout import draw_per_sample
 from selftask.models.losses.contrast import info_nce, shuffle_bn, unshuffle_bn
+from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import METHODS
 
 SMALL: dict[str, Any] = {"out_dim": 5, "queue_size": 20, "momentum": 0.9}
@@ -88,6 +91,8 @@ def test_query_and_key_are_the_two_views(symmetric: bool) -> None:
         terms.append(info_nce(queries, keys, queue[v : v + 1], temperature=0.2))
     assert len(terms) == 1 + symmetric
     assert task.run(1).losses == pytest.approx([torch.stack(terms).mean().item()])
+    for v, keys in enumerate(task.last_batch["keys"]):  # each query has its own queue
+        assert torch.equal(task.loss.queue.rows[:8, v], keys)
 
 
 def test_queue_is_first_in_first_out_and_wraps() -> None:
@@ -145,12 +150,35 @@ def test_keys_are_of_images_of_all_ranks() -> None:
         assert largest_difference(one["state"], alone["state"]) < 1e-9
     assert [one["shuffled"] for one in ranks] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert [one["own"] for one in ranks] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [one["shuffled odd"] for one in ranks] == [[0, 2, 4], [1, 3, 5]]
-    assert [one["odd"] for one in ranks] == [[0, 1, 2], [3, 4, 5]]
+    assert [one["shuffled odd"] for one in ranks] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    assert [one["odd"] for one in ranks] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert torch.equal(torch.cat([one["with drop path"] for one in ranks]), alone["with drop path"])
+    assert [one["has embedding"] for one in (alone, *ranks)] == [True, False, False]
     views = make_views((8, 8))  # the teacher gets the key of each query: of view 0 it is view 1
     for number, one in enumerate(ranks):
         for seen, view in zip(one["seen"], reversed(views), strict=True):
             assert torch.equal(seen, view[:8][number::2])
+
+
+class WithDropPath(TinyBackbone):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = DropPath(0.5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.drop(super().forward(images))
+        return features
+
+
+def _keys_with_drop_path(rank: int) -> Tensor:
+    """Keys of eight images; the draws of an image are the same on any rank."""
+    task = MiniTask("moco", SMALL, backbone=WithDropPath)
+    draw_per_sample([task.loss.teacher.network], seed=0)
+    batch = task.batch(torch.arange(8).chunk(world_size())[rank])
+    LAYER_DRAWS.start(batch.key, torch.device("cpu"))
+    keys = task.loss.unit_keys(batch.all_views[:1])[0]
+    LAYER_DRAWS.reset(0)
+    return keys
 
 
 def _four_updates(rank: int) -> dict[str, Any]:
@@ -161,8 +189,11 @@ def _four_updates(rank: int) -> dict[str, Any]:
     task.run(4)
     mine = shuffle_bn(torch.arange(8).chunk(world_size())[rank])
     own = unshuffle_bn(mine)
-    numbers = {"shuffled": mine.tolist(), "own": own.tolist()}
-    odd = shuffle_bn(torch.arange(3 * world_size()).chunk(world_size())[rank])
+    embedding = task.loss.teacher.network.embedding
+    numbers: dict[str, Any] = {"has embedding": embedding is not None}
+    numbers["with drop path"] = _keys_with_drop_path(rank)
+    numbers |= {"shuffled": mine.tolist(), "own": own.tolist()}
+    odd = shuffle_bn(torch.arange(5 * world_size()).chunk(world_size())[rank])
     numbers |= {"shuffled odd": odd.tolist(), "odd": unshuffle_bn(odd).tolist()}
     return {"state": task.state(), "seen": seen[0], **numbers}
 

@@ -141,6 +141,9 @@ def test_a_step_replaces_the_oldest_words_and_moves_the_distances() -> None:
     smallest = torch.cdist(features, before[0]).amin(dim=1).square().mean()
     expected = 0.99 * 0.5 + 0.01 * smallest.item()
     assert method.distances[0].item() == pytest.approx(expected, rel=1e-9)
+    distances = squared_distances(features[:, None], before[0])
+    bags = bag_of_words(15 * distances / expected)  # the running mean includes this batch
+    torch.testing.assert_close(task.last_batch["bags"][0], bags, rtol=1e-9, atol=1e-12)
 
 
 def test_backbones_without_known_maps_are_refused() -> None:

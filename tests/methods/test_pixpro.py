@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from figures import draw
+from minitask import loss_of, predicted
 from selftask.batch import Draws
-from selftask.methods.pixpro import cell_regression_loss, close_cells, propagate
+from selftask.methods.pixpro import PixPro, cell_regression_loss, close_cells, propagate
 
 # zdaxie/PixPro for seeds 0 and 500: loss and its gradient; norm and sum of the propagated cells,
 # gradient of their product with fixed numbers
@@ -83,3 +86,30 @@ def test_equal_cells_reach_the_floor() -> None:
     cells = draw(0, 2, 4, 3)
     pairs = torch.eye(4, dtype=torch.bool).expand(2, 4, 4)
     assert cell_regression_loss(3 * cells, cells, pairs).item() == pytest.approx(-2, abs=1e-5)
+
+
+def test_both_views_predict_the_cells_of_the_other_view() -> None:
+    """Pairs are of first (row) and second view (column); the limit is of the larger cell."""
+    small, large = _crops([(0, 0, 40, 30)]), _crops([(10, 0, 130, 90)])
+    wide = 0.7 * math.hypot(120 / 3, 90 / 2)
+    pairs = close_cells(small, large, (2, 3), max_distance=0.7)[0]
+    centers = [
+        [(x + w * (c + 0.5) / 3, h * (r + 0.5) / 2) for r in range(2) for c in range(3)]
+        for x, w, h in ((0, 40, 30), (10, 120, 90))
+    ]
+    expected = [[math.dist(a, b) < wide for b in centers[1]] for a in centers[0]]
+    assert pairs.tolist() == expected
+    assert torch.equal(close_cells(large, small, (2, 3), max_distance=0.7)[0], pairs.T)
+    assert not torch.equal(pairs, pairs.T)
+    prediction, target = draw(1, 2, 1, 6, 4), draw(2, 2, 1, 6, 4)
+    means = []
+    for view in (0, 1):
+        cosines = [
+            torch.cosine_similarity(prediction[view, 0, cells[view]], target[1 - view, 0, other], 0)
+            for cells in pairs.nonzero().tolist()
+            for other in [cells[1 - view]]
+        ]
+        means.append(sum(c.item() for c in cosines) / len(cosines))
+    method = PixPro(PixPro.Config())
+    loss = loss_of(method, predicted(prediction), cells=target, pairs=pairs[None])
+    assert loss.item() == pytest.approx(-2 * sum(means), rel=1e-6)

@@ -59,16 +59,19 @@ def test_groups_move_at_each_step_and_are_set_anew_by_k_means() -> None:
     method = task.loss
     start = method.groups.clone()
     task.run(1)
-    assert not torch.equal(method.groups, start)
+    units = F.normalize(task.last_batch.output[:, :, 0].detach(), dim=2)  # projections
+    expected = moved_groups(start, units.flatten(0, 1), momentum=0.99)
+    assert not torch.equal(expected, start)
+    torch.testing.assert_close(method.groups, expected, rtol=0, atol=1e-12)
     rows = method.queue.rows.clone()
-    for trained_batches in (1, 1000):  # the queue is full of images after some
+    for trained_batches in (3, 4):  # the queue has 32 images after 4 batches
         before = method.groups.clone()
         clock = SimpleNamespace(epoch=1, batch_in_epoch=0, trained_batches=trained_batches)
         state: Any = SimpleNamespace(
             train=True, clock=clock, config=task.config, length=task.length
         )
         method.on_phase_start(state)
-        assert torch.equal(method.groups, before) == (trained_batches == 1)
+        assert torch.equal(method.groups, before) == (trained_batches == 3)
     assert torch.equal(method.queue.rows, rows)
     draws = torch.Generator().manual_seed(hash_words(task.config.train.seed, 0x736D6F67, 1))
     expected, _ = spherical_kmeans(method.queue.rows, 4, generator=draws)
@@ -90,3 +93,12 @@ def test_grouping_loss_of_perfect_and_of_equal_predictions() -> None:
 def test_a_queue_smaller_than_the_groups_is_refused() -> None:
     with pytest.raises(ConfigError, match="queue_size: 100 images cannot make num_groups=3000"):
         load_config("smog", ["method.queue_size=100", "method.num_groups=3000"])
+
+
+def test_a_view_predicts_the_group_of_the_other_view() -> None:
+    task = MiniTask("smog", {"out_dim": 5, "hidden_dim": 7, "num_groups": 20, "queue_size": 32})
+    batch = task.forward(torch.arange(24))
+    first, second = F.normalize(task.loss.teacher(batch.input), dim=2)
+    groups = [(view @ task.loss.groups.T).argmax(dim=1) for view in (second, first)]
+    assert not torch.equal(*groups)
+    assert torch.equal(batch["group"], torch.stack(groups))

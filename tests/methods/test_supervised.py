@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from minitask import TinyBackbone, loss_of
-from selftask.errors import UserError
+from selftask.config.load import load_config
+from selftask.errors import ConfigError, UserError
 from selftask.methods.supervised import Supervised
 from selftask.models.classifier.classifier import Classifier
 from selftask.optim.param_groups import freeze_for_good
@@ -77,6 +78,14 @@ def test_a_frozen_backbone_changes_nothing_but_the_classifier() -> None:
     for name, tensor in probe.backbone.state_dict().items():
         assert torch.equal(tensor, before[name])
     assert [p.shape for p in probe.parameters() if p.requires_grad] == [(3, 6), (3,)]
+
+
+def test_a_frozen_backbone_has_no_adapters() -> None:
+    frozen, adapters = "method.freeze_backbone=true", "backbone.lora={rank: 2}"
+    with pytest.raises(ConfigError, match=r"freeze_backbone: true freezes the adapters of"):
+        load_config("supervised", [frozen, adapters])
+    for alone in (frozen, adapters):
+        load_config("supervised", [alone])
 
 
 def test_the_probes_classifier_starts_as_in_mocos_code() -> None:

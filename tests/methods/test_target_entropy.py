@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import tiny
 from selftask.checkpoint.kept import Kept
+from selftask.methods.families.prototypes import log_target_entropy
 
 TARGETS = {
     "dino": "probs",
@@ -37,3 +41,16 @@ def test_it_keeps_the_best_checkpoint(tmp_path: Path) -> None:
     values = {row["step"]: row["target_entropy"] for row in tiny.rows(tmp_path / "run")}
     kept = Kept.read(tmp_path / "run" / "checkpoints").best
     assert [step for step, _ in kept] == [min(values, key=values.__getitem__)]
+
+
+def test_it_is_logged_as_the_mean_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank has collapsed to one prototype: an entropy of 0."""
+    monkeypatch.setattr("selftask.methods.families.prototypes.all_reduce_mean", lambda x: x / 2)
+    logged: dict[str, float] = {}
+    task: Any = SimpleNamespace(should_log=True, log=logged.__setitem__)
+    log_target_entropy(torch.full((3, 4), 0.25), task)
+    assert logged["target_entropy"] == pytest.approx(math.log(4) / 2)
+    task.should_log = False
+    logged.clear()
+    log_target_entropy(torch.full((3, 4), 0.25), task)
+    assert not logged

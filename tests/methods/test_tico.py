@@ -53,6 +53,9 @@ def test_covariance_is_averaged_over_steps() -> None:
         expected = 0.75 * expected + 0.25 * products
         assert torch.allclose(batch["covariance"], expected, rtol=1e-12)
         assert torch.allclose(method.covariance, expected, rtol=1e-12)
+        invariance, contrast = tico_terms(batch.output[0], batch["teacher"], expected)
+        terms = [batch.terms[name].item() for name in ("invariance", "contrast")]
+        assert terms == pytest.approx([invariance.item(), 8 * contrast.item()], rel=1e-9)
     assert "covariance" in method.state_dict()
 
 

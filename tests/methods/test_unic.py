@@ -126,6 +126,19 @@ def test_a_student_of_any_network_learns_from_your_own_teacher(tmp_path: Path) -
     task.close()
 
 
+def test_the_first_targets_are_standardized_by_their_own_batch(tmp_path: Path) -> None:
+    """The share of a step is 1 at first, and moments include the step's batch."""
+    task = _task(tmp_path, "minitask:TinyBackbone", "method.patch_weight=0", OWN)
+    task.prepare()
+    task.on_start(), task.on_phase_start()
+    task.step()
+    (target,) = task.last_batch["targets"]
+    variance, mean = torch.var_mean(target, dim=0, correction=0)
+    torch.testing.assert_close(mean, torch.zeros(6), rtol=0, atol=1e-4)
+    assert ((variance > 0.9) & (variance <= 1.001)).all()  # less than 1 by an epsilon
+    task.close()
+
+
 def test_runs_files_and_models_by_name_with_a_ladder(tmp_path: Path) -> None:
     """A run and a model of timm, whose patches are interpolated to the student's grid."""
     tiny.train("dino", tmp_path, "dino", "train.epochs=1").close()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tiny
 from minitask import predicted
-from selftask.batch import total
+from selftask.batch import Batch, total
 from selftask.config.load import load_config
 from selftask.methods.vicregl import (
     Match,
@@ -162,6 +162,28 @@ def test_terms_are_weighted() -> None:
     expected = [0.9 * w * v for w, v in zip(weights, whole, strict=True)]
     expected += [0.1 * w * v for w, v in zip(weights, local, strict=True)]
     assert [term.item() for term in terms.values()] == pytest.approx([e.item() for e in expected])
+
+
+@pytest.mark.parametrize("all_features", [True, False])
+def test_large_and_small_views_have_their_numbers_of_matches(all_features: bool) -> None:
+    method = VICRegL(
+        VICRegL.Config(num_matches=5, num_small_matches=2, match_all_features=all_features)
+    )
+    sides = (3, 3, 2)
+    output = {
+        "pooled": [draw(n, 4, 5) for n in range(3)],
+        "cells": [draw(3 + n, 4, 3, side, side) for n, side in enumerate(sides)],
+    }
+    centers = [draw(6 + n, 4, side * side, 2) for n, side in enumerate(sides)]
+    none = torch.empty(0, dtype=torch.int64)
+    batch = Batch(views={}, labels=none, index=none, key=none, added={"centers": centers})
+    terms = method(predicted(output), batch)
+    cells = [view.flatten(2).mT for view in output["cells"]]
+    expected = local_terms(cells, centers, [9, 9, 4] if all_features else [5, 5, 2], [5, 5, 2])
+    share = 1 - method.config.alpha
+    assert terms["local_covariance"].item() == pytest.approx(share * expected[2].item())
+    weight = share * method.config.invariance_weight
+    assert terms["local_invariance"].item() == pytest.approx(weight * expected[0].item())
 
 
 def test_the_convnext_recipe_has_no_layer_scale_and_layer_norm_in_its_heads() -> None:

@@ -103,6 +103,10 @@ def test_the_first_codes_are_clusters_of_the_first_patches(tmp_path: Path) -> No
     used = coded.codes.unique()
     assert torch.equal(coded.nearest, first[coded.codes])
     assert 0 < (quantizer.codebook - first).norm(dim=1).max() < 0.2
+    for code in used.tolist():
+        mean = coded.units.detach()[coded.codes == code].mean(dim=0)
+        moved = F.normalize(0.9 * first[code] + 0.1 * mean / mean.norm(), dim=0)
+        torch.testing.assert_close(quantizer.codebook[code], moved, rtol=0, atol=1e-5)
     unused = torch.ones(len(first), dtype=torch.bool)
     unused[used] = False
     assert torch.allclose(quantizer.codebook[unused], first[unused], atol=1e-6)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from figures import draw
-from selftask.methods.zerocl import whiten, zerocl_terms
+from minitask import loss_of
+from selftask.methods.zerocl import ZeroCL, whiten, zerocl_terms
 from selftask.models.losses.polar import inverse_root
 
 
@@ -32,6 +33,9 @@ def test_terms_are_those_of_the_paper(shape: tuple[int, ...]) -> None:
     features, instances = zerocl_terms(output, shrinkage=0.1)
     assert features.item() == pytest.approx(term(first.T, second.T), rel=1e-9)
     assert instances.item() == pytest.approx(term(first, second), rel=1e-9)
+    method = ZeroCL(ZeroCL.Config(instance_weight=3.0, shrinkage=0.1))
+    weighted = loss_of(method, output).item()
+    assert weighted == pytest.approx(features.item() + 3 * instances.item(), rel=1e-9)
 
 
 def test_gradient_does_not_pass_the_whitening_matrix() -> None:

@@ -259,6 +259,23 @@ def test_trained_lengths_are_torchs_weight_norm() -> None:
     assert torch.allclose(ours.weight.grad, directions.grad, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [Prototypes, WeightNormLinear])
+def test_rows_in_bfloat16_are_normalized_in_float32(kind: type[nn.Module]) -> None:
+    """Sharded networks have such weights in the forward pass. Lengths are exact to one rounding."""
+    layer = kind(64, 50).bfloat16()
+    with torch.no_grad():
+        layer.weight.mul_(1.7)
+    exact = F.normalize(layer.weight.double(), dim=1).T
+    if kind is Prototypes:
+        layer.normalize_()
+    else:
+        assert torch.allclose(layer(torch.eye(64)).double(), exact, rtol=1e-5, atol=0)
+    for features in (torch.eye(64), torch.eye(64).bfloat16()):
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = layer(features)
+        assert ((scores.double() - exact).abs() <= 2**-8 * exact.abs()).all()
+
+
 def test_dino_head_scores_are_cosines() -> None:
     head = copy.deepcopy(DINOHead(8, 12, hidden=16, bottleneck=4))
     assert _kinds(head.mlp) == ["Linear", "GELU", "Linear", "GELU", "Linear"]

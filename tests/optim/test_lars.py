@@ -144,6 +144,24 @@ def test_larc_by_name_adapts_and_decays_norms_and_biases() -> None:
     assert norm_layer.weight.tolist() == pytest.approx(expected, rel=1e-13)
 
 
+@pytest.mark.parametrize(("name", "scale"), [("lars", 0.5), ("lamb", 1.0)])
+def test_lars_and_lamb_by_name_adapt_weights_only(name: str, scale: float) -> None:
+    """The first step without momentum: |step| is lr * scale * |w|; biases take a plain step."""
+    args = {"sgd_momentum": 0.0, "trust_coefficient": scale} if name == "lars" else {"eps": 1e-12}
+    config = OptimizerConfig(name=name, args=args, lr=0.1, schedule="constant", warmup=0)
+    layer = torch.nn.Linear(2, 2).double()
+    length = RunLength(num_samples=80, batch_size=8, epochs=2)
+    optimizer = build_optimizer(config, [("network", layer)], length, batch=8)
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    layer.weight.grad = torch.tensor([[3.0, -1.0], [0.5, 2.0]]).double()
+    layer.bias.grad = torch.tensor([2.0, -0.5]).double()
+    optimizer.step(where=0.5)
+    moved = (layer.weight.detach() - weight).norm().item()
+    assert moved == pytest.approx(0.1 * scale * weight.norm().item(), rel=1e-9)
+    plain = [2.0, -0.5] if name == "lars" else [1.0, -1.0]
+    assert ((bias - layer.bias.detach()) / 0.1).tolist() == pytest.approx(plain, rel=1e-9)
+
+
 class Counter(TorchDispatchMode):
     """Number of operations, of which one of torch's foreach functions is one."""
 

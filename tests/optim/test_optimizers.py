@@ -298,12 +298,13 @@ class SignSGD:
     power: float = 0.0
 
     def build(self, groups):
-        return Sign(groups, {"lr": 0.1, "weight_decay": 0.0, "power": self.power})
+        return Sign(groups, {"lr": 0.1, "weight_decay": 0.0, "power": self.power, "steps": 0})
 
 class Sign(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
+            group["steps"] += 1
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(group["lr"] * p.grad.sign() * p.grad.abs() ** group["power"])
@@ -311,15 +312,16 @@ class Sign(torch.optim.Optimizer):
 
 
 def test_an_optimizer_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A registered one, in the user's module, with a key of its own."""
+    """A registered one, in the user's module, with a key and a count of its own; resumed."""
     for attribute in ("_registered", "_addresses"):  # forgotten after this test
         monkeypatch.setattr(OPTIMIZERS, attribute, {**getattr(OPTIMIZERS, attribute)})
     (tmp_path / "mine_sign.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     more = ["import=[mine_sign]", "train.max_steps=2"]
     own = "optimizer={name: sign_sgd, power: 0.5, lr: 0.01, schedule: constant, warmup: 0}"
-    trained = tiny.train("simclr", tmp_path, "run", *more, own)
-    assert trained.optimizer.param_groups[0]["power"] == 0.5
+    tiny.train("simclr", tmp_path, "run", *more, own, "train.stop_at=1")
+    group = tiny.train("simclr", tmp_path, "run", *more, own).optimizer.param_groups[0]
+    assert group["power"] == 0.5 and group["steps"] == 2
     assert [row["lr"] for row in tiny.rows(tmp_path / "run") if "lr" in row] == [0.01, 0.01]
 
 

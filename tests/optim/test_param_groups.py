@@ -103,10 +103,25 @@ def test_tokens_and_positions_decay_if_asked() -> None:
     network.mask_token = nn.Parameter(torch.zeros(4))
     network.norm = nn.LayerNorm(4)
     network.linear = nn.Linear(4, 4)
-    for tokens, num_decayed in ((False, 1), (True, 4)):
-        decayed, plain = decayed_and_plain(network, decay_tokens=tokens)
+    for tokens, small, num_decayed in ((0, 0, 1), (1, 0, 4), (0, 1, 4), (1, 1, 7)):
+        settings = {"decay_tokens": bool(tokens), "decay_1d": bool(small)}
+        decayed, plain = decayed_and_plain(network, **settings)
         assert len(decayed) == num_decayed
         assert len(plain) == 7 - num_decayed
+
+
+def test_the_first_rule_with_freeze_decides_also_for_the_whole_run() -> None:
+    head, whole = GroupRule(match="1", freeze=False), GroupRule(match="*", freeze=True)
+    for rules, trained in (
+        ([head, whole], [False, False, True, True]),
+        ([whole, head], [False] * 4),
+    ):
+        made = network()
+        freeze_for_good([("network", made)], rules)
+        assert [p.requires_grad for p in made.parameters()] == trained
+        made = network()  # rules of the method come after those of the config
+        freeze_for_good([("network", made)], rules[:1], rules[1:])
+        assert [p.requires_grad for p in made.parameters()] == trained
 
 
 def test_warmup_starts_at_start_lr() -> None:
@@ -206,6 +221,25 @@ def test_decays_and_rates_of_the_usual_kinds() -> None:
     assert len(optimizer.param_groups) == 5  # equal ones are one
 
 
+def test_the_rate_of_the_first_group_is_that_of_the_config() -> None:
+    """It is the one that is logged."""
+    rules = [GroupRule(type=["Conv2d", "Linear"], lr=0.5)]
+    config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.3, groups=rules)
+    made = assign_settings([("network", Small())], config, LENGTH, {})
+    assert made[0].lr == 1.0 and not made[0].decays
+
+
+def test_the_factor_of_a_rule_multiplies_that_of_the_layer() -> None:
+    rules = [GroupRule(match="backbone.layer1", lr=3.0), GroupRule(match="head", lr=10.0)]
+    config = OptimizerConfig(name="sgd", lr=0.1, layer_decay=0.5, groups=rules)
+    depths = {"network.backbone.layer1.0.weight": 0, "network.backbone.layer2.0.weight": 1}
+    made = assign_settings([("network", Small())], config, LENGTH, depths)
+    factors = {one.parameter.name.removeprefix("network."): one.lr for one in made}
+    assert factors["backbone.layer1.0.weight"] == 3.0 * 0.25
+    assert factors["backbone.layer2.0.weight"] == 0.5
+    assert factors["head.weight"] == 10.0  # of the layer after the last
+
+
 def test_groups_follow_their_own_schedules() -> None:
     falling = {"name": "linear", "start": 0.2, "end": 0.0}
     rules = [*RULES, GroupRule(match="head.weight", weight_decay=falling)]
@@ -219,6 +253,37 @@ def test_groups_follow_their_own_schedules() -> None:
         group = by_parameter[id(one.parameter.value)]
         assert (group["lr"], group["weight_decay"]) == pytest.approx((lr, decay))
     assert len(optimizer.param_groups) == 6  # lr and weight decay: one group for equal ones
+
+
+def test_a_rule_with_only_a_schedule_makes_a_group() -> None:
+    rules = [
+        GroupRule(match="head.weight", schedule="constant"),
+        GroupRule(match="backbone.layer1.0", schedule="constant", lr=0.5),
+        GroupRule(match="backbone.layer2.0", lr=0.5),
+    ]
+    config = OptimizerConfig(name="sgd", lr=0.1, schedule="linear", groups=rules)
+    optimizer = build_optimizer(config, [("network", Small())], LENGTH, batch=8)
+    optimizer.step(where=0.5)
+    names = {id(one.parameter.value): one.parameter.name for one in optimizer.settings}
+    rates = {
+        names[id(parameter)]: group["lr"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert rates.pop("network.head.weight") == 0.1
+    assert rates.pop("network.backbone.layer1.0.weight") == 0.05
+    assert rates.pop("network.backbone.layer2.0.weight") == 0.025
+    assert len(rates) == 5 and set(rates.values()) == {0.05}
+
+
+def test_a_factor_of_a_schedule_by_epochs_moves_by_epochs() -> None:
+    rules = [GroupRule(match="head", lr=0.5)]
+    by_epoch = {"name": "linear", "update": "epoch"}
+    config = OptimizerConfig(name="sgd", lr=0.1, schedule=by_epoch, warmup=0, groups=rules)
+    optimizer = build_optimizer(config, [("network", Small())], LENGTH, batch=8)
+    optimizer.on_epoch(0.5)
+    optimizer.step(where=0.75)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.025])
 
 
 @pytest.mark.parametrize(
@@ -241,6 +306,14 @@ def test_a_rule_that_matches_nothing(rule: dict[str, str], message: str, freeze:
         freeze_for_good(modules, rules) if freeze is True else assign_settings(
             modules, config, LENGTH, {}
         )
+
+
+@pytest.mark.parametrize("name", ["sgd", "lars"])
+def test_a_closure_is_called_with_the_lr_of_the_step(name: str) -> None:
+    optimizer = build(name=name, schedule="linear", warmup=0)
+    rates: list[float] = []
+    optimizer.step(closure=lambda: rates.append(optimizer.param_groups[0]["lr"]), where=0.5)  # type: ignore[call-arg, func-returns-value]
+    assert rates == [0.05]
 
 
 def test_scheduled_momentum_reaches_torch() -> None:

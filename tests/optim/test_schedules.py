@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from selftask.config.run_length import RunLength
 from selftask.config.schema.optimizer import OptimizerConfig, ScaledLR
 from selftask.errors import ConfigError, UserError
 from selftask.optim.build import lr_schedule
+from selftask.optim.curves import Scaled
 from selftask.optim.schedules import ScheduleConfig, Span, build_schedule
 from selftask.registry import SCHEDULES, register_schedule
 
@@ -102,6 +105,28 @@ def test_milestones_of_parts_are_counted_from_the_start_of_the_run(interval: str
     expected = ours({"name": "multistep", "milestones": milestones, "factor": 0.1, **more})
     values = ours({"name": "composite", "parts": parts, "milestones": milestones, **more})
     assert values == pytest.approx(expected)
+
+
+def test_schedules_can_be_pickled_and_copied() -> None:
+    """A Learner has those of its method."""
+    sections = [
+        *({"name": case.partition(" ")[0], **section} for case, (section, _) in LIKE_TORCH.items()),
+        {"name": "cosine", "end": 0.1, "stretch": 1.25},
+        {"name": "inverse_sqrt"},
+        *({"name": "wsd", "end": 0.1, "shape": shape} for shape in ("linear", "cosine", "sqrt")),
+    ]
+    for shape in ("constant", "cosine", "exponential", "linear"):
+        warmup = {"warmup": "1 epoch", "warmup_shape": shape, "warmup_start": 0.01}
+        for more in ({}, {"zero_until": 3}, {"update": "epoch"}):
+            for section in sections:
+                one = {"start": 0.8, **warmup, **more, **section}
+                if section["name"] == "one_cycle":
+                    one["warmup"] = 0
+                made = Scaled(build_schedule(one, LENGTH), 0.5)
+                for copied in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+                    pairs = [(made(x / STEPS), copied(x / STEPS)) for x in range(STEPS)]
+                    assert all(first == second for first, second in pairs), section
+                    assert copied.update_interval == made.update_interval
 
 
 def test_every_schedule_has_its_reference() -> None:
@@ -221,6 +246,46 @@ def test_durations_count_from_the_start_of_the_run() -> None:
     assert values[10:] == pytest.approx([0.8] * 10 + [0.08] * 36)
 
 
+@pytest.mark.parametrize("every", [2, 3, 5, 7, 11])
+def test_steps_count_exactly_from_the_start_of_the_run(every: int) -> None:
+    """Behind a warm-up, progress is computed twice and may be just below a whole number."""
+    for warmup in range(20):
+        values = ours({"name": "step", "start": 0.8, "every": every, "warmup": warmup})
+        assert values[warmup:] == pytest.approx(
+            [0.8 * 0.1 ** (s // every) for s in range(56)][warmup:]
+        )
+
+
+def test_durations_in_a_part_are_those_of_the_part() -> None:
+    """Half of the second part, which has 42 of 56 steps; an epoch has 7 steps."""
+    second = {"name": "linear", "start": 0.8, "end": 0.0, "warmup": "50%"}
+    third = {"name": "multistep", "start": 0.5, "milestones": ["1 epoch"], "factor": 0.1}
+    section = {"name": "composite", "milestones": ["2 epochs", 42]}
+    values = ours({**section, "parts": [{"name": "constant", "start": 0.1}, second, third]})
+    rise = [0.8 * step / 14 for step in range(14)]
+    fall = [0.8 * (1 - step / 14) for step in range(14)]
+    assert values == pytest.approx([0.1] * 14 + rise + fall + [0.5] * 7 + [0.05] * 7)
+
+
+def test_a_warmup_longer_than_the_run_rises_to_its_end() -> None:
+    """As in a short trial of a recipe."""
+    values = ours({"name": "cosine", "start": 0.8, "end": 0.0, "warmup": "10 epochs"})
+    assert values == pytest.approx([0.8 * step / STEPS for step in range(STEPS)])
+
+
+def test_defaults_are_those_of_torch_and_the_paper() -> None:
+    """StepLR and OneCycleLR; a cooldown of 20 % in arXiv:2405.18392."""
+    for name, defaults in {
+        "step": {"factor": 0.1},
+        "multistep": {"factor": 0.1},
+        "one_cycle": {"rise": "30%"},
+        "wsd": {"cooldown": "20%", "shape": "linear"},
+    }.items():
+        required = {"step": {"every": 1}, "multistep": {"milestones": []}}.get(name, {})
+        schedule = SCHEDULES[name](**required)
+        assert {key: getattr(schedule, key) for key in defaults} == defaults
+
+
 def test_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     from selftask.classy import UpdateInterval
 
@@ -285,6 +350,8 @@ def test_what_depends_on_the_length_is_told_when_it_is_known() -> None:
     parts = [{"name": "constant", "start": 1.0}] * 2
     with pytest.raises(UserError, match=r"milestones \['9 epochs'\] are steps \[63\] of 56"):
         ours({"name": "composite", "parts": parts, "milestones": ["9 epochs"]})
+    with pytest.raises(UserError, match=r"milestones \[20, 20\] are steps .* they must rise"):
+        ours({"name": "composite", "parts": [*parts, parts[0]], "milestones": [20, 20]})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,43 @@ def test_unused_parameters_have_names(rank_results: list[dict[str, Any]]) -> Non
     assert train("manual", spare=True)["gradients"][0]["network.spare.weight"] is None
 
 
+class OptionalPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, *, whole: bool) -> Tensor:
+        return self.used(x) + self.spare(x) if whole else self.used(x)
+
+
+def unused_later(rank: int) -> list[str]:
+    """The errors of DDP in three steps, in the last of which a layer is not used."""
+    sharing, layers, errors = (
+        build_reduction(ParallelConfig(reduce="ddp"), None),
+        OptionalPart(),
+        [],
+    )
+    network: Any = sharing.wrap(layers)
+    sharing.register([(f"network.{name}", p) for name, p in layers.named_parameters()])
+    for whole in (True, True, False):
+        for parameter in layers.parameters():
+            parameter.grad = None
+        network(torch.ones(1, 3), whole=whole).sum().backward()
+        try:
+            sharing.reduce()
+        except RunError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_parameters_that_a_later_step_does_not_use_have_names(
+    rank_results: list[dict[str, Any]],
+) -> None:
+    for (error,) in (of_rank["unused_later"] for of_rank in rank_results):
+        names = "network.spare.weight, network.spare.bias"
+        assert error.startswith(f"no gradient in this step: {names}\nparallel.reduce=ddp waits")
+
+
 def options_of_ddp(rank: int) -> dict[str, Any]:
     """What torch's DistributedDataParallel was given by a config."""
     return {
@@ -206,4 +243,4 @@ def test_nothing_on_one_rank() -> None:
     assert type(norm[0]) is nn.BatchNorm1d
 
 
-ON_RANKS = (every_case, unused, options_of_ddp, options_of_fsdp)
+ON_RANKS = (every_case, unused, unused_later, options_of_ddp, options_of_fsdp)

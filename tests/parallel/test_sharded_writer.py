@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 
-from selftask.checkpoint import sharded, sharded_writer, store
+from selftask.checkpoint import manifest, rotation, sharded, sharded_writer, store
 from selftask.checkpoint.writer import CheckpointWriter
 from selftask.errors import RunError
 
@@ -64,6 +65,8 @@ def written_on_two(rank: int) -> dict[str, Any]:
     dist.barrier()  # both have looked
     if rank == 0:
         (folder / ".step_000000003.tmp").mkdir()  # of a run that was killed
+        (folder / "step_000000004").mkdir()  # a damaged checkpoint
+        (folder / "step_000000004/rest.pt").touch()
     writer.save(fresh, 4)
     writer.save(fresh, 5, last=True)
     dist.barrier()
@@ -159,6 +162,11 @@ def test_two_ranks_write_one_checkpoint(rank_results: list[dict[str, Any]]) -> N
         assert moments["step"] == 3
     assert first["same"]
     assert second["same"]
+    last = Path(first["folder"]) / "step_000000005"
+    sealed = json.loads((last / rotation.MANIFEST).read_text())["files"]
+    assert {*sealed, rotation.MANIFEST} == {path.name for path in last.iterdir()}
+    for name, entry in sealed.items():
+        manifest.verify(last / name, entry)
     assert first["bytes"] == {"even": 6, "odd": 6, "one row": 7, "vector": 2}
     assert second["bytes"] == {"even": 6, "odd": 4, "one row": 0, "vector": 1}
 

@@ -33,6 +33,7 @@ from selftask.models.dropout import draw_per_sample
 from selftask.plan import measure
 from selftask.plan.assumptions import Assumptions, take_assumptions
 from selftask.plan.checkpoints import daly, lost_share
+from selftask.plan.data import plan_data
 from selftask.plan.fake_task import FakeTask
 from selftask.plan.plan import Plan, make_plan
 from selftask.plan.step_tracker import StepTracker
@@ -233,6 +234,12 @@ def test_data_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
 def test_fewer_samples_than_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "simclr", "samples=100", "train.batch_size=128"]) == 2
     assert "train.batch_size: 128 is more than the 100 images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", ["data=digits", "samples=1000"])
+def test_channels_of_the_plan_are_those_given(data: str) -> None:
+    words, assumptions = take_assumptions([data, "side=28", "channels=4"])
+    assert plan_data(load_config("simclr", words), assumptions).channels == 4
 
 
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

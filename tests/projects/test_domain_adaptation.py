@@ -41,7 +41,7 @@ def test_released_weights_are_loaded_and_trained_at_falling_rates(tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert f"init.backbone: {len(state)}/{len(state)} tensors" in done.stdout
     assert "0.0003" in done.stdout  # the head's; the stem's is far below
-    assert done.stdout.splitlines()[-1].startswith("RUN finished: 1 steps")
+    assert done.stdout.splitlines()[-1].startswith("RUN finished: 1 step ")
 
 
 def test_without_the_package_its_name_is_printed(tmp_path: Path) -> None:

@@ -251,3 +251,24 @@ def test_a_default_that_no_config_may_have_is_refused(
         return
     with pytest.raises(UserError, match=rf"the Config of odd \(odd_default\.py:6\): {message}"):
         load_config("simclr/digits", words)
+
+
+def test_all_wrong_defaults_are_listed_with_the_other_mistakes(
+    tmp_path: Path, forget_names: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The method's own check, which compares such a default, is left out."""
+    (tmp_path / "odd_method.py").write_text(
+        "from dataclasses import dataclass\nfrom selftask.methods.base import Method\n"
+        "from selftask.registry import register_method\n"
+        '@register_method("odd")\nclass Odd(Method):\n    """Odd."""\n'
+        '    loss_reduction = "samples"\n'
+        "    @dataclass(frozen=True, kw_only=True)\n    class Config:\n"
+        "        weight: float = 'heavy'\n        count: int = 2.5\n"
+        "        def problems(self, config):\n            return [''] * (self.weight < 1)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_config("simclr/digits", ["import=[odd_method]", "method=odd", "task=none"])
+    text = str(caught.value)
+    for part in ("the default weight='heavy'", "the default count=2.5", "no task named 'none'"):
+        assert part in text

@@ -134,6 +134,6 @@ def test_train_interrupt_resume_evaluate_export_report(selftask: Path, folder: P
 
 def test_new_files_train(selftask: Path, folder: Path) -> None:
     run(selftask, folder, "new", "method", "my_net")
-    assert "RUN finished: 1 steps" in run(
+    assert "RUN finished: 1 step " in run(
         selftask, folder, "train", "my_net.yaml", "train.max_steps=1"
     )

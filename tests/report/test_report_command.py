@@ -105,7 +105,7 @@ def test_a_report_that_fails_is_a_warning(
     monkeypatch.setattr(run_report, "head_html", broken)
     assert train(tmp_path, "train.max_steps=1") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("RUN finished: 1 steps")
+    assert lines[-1].startswith("RUN finished: 1 step ")
     assert lines[-2].startswith("no report of this run (ValueError: no ink); selftask report ")
     assert tiny.status(tmp_path / "run")["state"] == "finished"
     monkeypatch.undo()

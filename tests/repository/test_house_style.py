@@ -217,6 +217,7 @@ def test_every_recipe_loads_and_promises(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config))
     assert load_config(str(path), []) == config
+    assert config.eval.transforms, "the exported backbone needs them"
     header = shipped()[name].header
     assert len(header) >= 2, "what it is (paper); the number it promises or 'not run'; the command"
 

@@ -87,6 +87,31 @@ def test_equal_cost_means_fewer_images_of_a_costly_method() -> None:
     assert steps == {"images": 16, "cost": 32}  # 1000 / 64 and 2000 / 64, rounded up
 
 
+def test_long_runs_cost_more_on_networks_that_have_them() -> None:
+    photographs = league_plan.LEAGUES["cifar10"]
+    cost = {"relative": 2.0, "batch_size": 100}
+    steps = league_plan.lengths(photographs, cost, "small_resnet")
+    assert steps == {"images": 500, "cost": 1500, "long": 11250}
+    assert "long" not in league_plan.lengths(photographs, cost, "vit_micro")
+
+
+def test_a_method_with_long_runs_is_finished_when_they_are(tmp_path: Path) -> None:
+    small = dataclasses.replace(DIGITS, long={"small_resnet": 10**6})
+    whole = entry([0.5, 0.6, 0.7], 0.8, 20.0)
+    cost = whole["runs"]["relative_cost"]
+    steps = league_plan.lengths(small, cost, "small_resnet")["long"]
+    assert len(league_page.row(small, "simclr", whole, long=True).split("|")) == 16
+    whole["runs"]["long_1"] = {**whole["runs"]["cost_1"], "steps": steps, "linear_top1": 0.9}
+    whole["runs"]["long_2"] = {**whole["runs"]["long_1"], "steps": steps - 1}  # of another length
+    (tmp_path / "simclr.json").write_text(json.dumps({"digits": whole}))
+    done = [
+        league.finished(league.Runs(small, "digits", "simclr", tmp_path, long=count))
+        for count in (0, 1, 2)
+    ]
+    assert done == [True, True, False]
+    assert league_page.row(small, "simclr", whole, long=True).endswith("| 0.900 | 0.500 |\n")
+
+
 def test_supervised_of_the_cost_has_the_network_and_batch_of_the_method() -> None:
     recipe, made = league_plan.reference_settings(DIGITS, "vit_micro", 5, 64)
     config = load_config(recipe, overrides(made)).to_dict()
@@ -236,14 +261,21 @@ def test_cost_is_measured_with_a_part_of_the_training_images() -> None:
 
 @pytest.mark.slow
 def test_a_method_from_search_to_figures(tmp_path: Path) -> None:
-    small = dataclasses.replace(DIGITS, images=256, cost=2048, factors=(1.0,), seeds=(1,))
-    runs = league.Runs(small, "digits", "simclr", tmp_path)
+    small = dataclasses.replace(
+        DIGITS,
+        images=256,
+        cost=2048,
+        factors=(1.0,),
+        seeds=(1,),
+        long={"small_resnet": 4096},
+    )
+    runs = league.Runs(small, "digits", "simclr", tmp_path, long=1)
     league.run_method(runs, tmp_path / "scratch")
-    assert league.finished(league.Runs(small, "digits", "simclr", tmp_path))
+    assert league.finished(league.Runs(small, "digits", "simclr", tmp_path, long=1))
     made = runs.entry["runs"]
     assert made["images_1"]["steps"] == 1
     assert made["relative_cost"]["relative"] > 1
-    assert made["cost_1"]["steps"] > 1
+    assert made["long_1"]["steps"] > made["cost_1"]["steps"] > 1
     assert 1 <= made["cost_1"]["effective_rank"] <= 128
     assert 1 <= made["cost_1"]["lidar"] <= 128
     assert 0 <= made["cost_1"]["linear_10_labels_top1"] <= 1

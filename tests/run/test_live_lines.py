@@ -21,7 +21,7 @@ from selftask import logs
 from selftask.logs import stages
 from selftask.logs.lines import flush_lines, start_log
 
-log = logs.get_logger("live")
+log = logs.get_logger("selftask_live")  # outside selftask, whatever its name begins with
 stages.REFRESHES_PER_S = 0.01  # the thread does not draw within this test
 start_log(Path(sys.argv[0]).parent, rank=0)
 line = stages.Stage("scan", 10)

@@ -7,10 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from in_process import train
-
-from selftask.run.exit_report import explain
 
 START = """
 from dataclasses import dataclass
@@ -46,7 +43,16 @@ class Own:
             "hooks.own={}",
             r"own\.py:\d+: ValueError: log\('x'\): a number is expected, not a tensor \(3,\)",
         ),
-        (HOOK + "task.log('x', '?')", "hooks.own={}", r"own\.py:\d+: ValueError: could not conv.*"),
+        (
+            HOOK + "task.log('x', '?')",
+            "hooks.own={}",
+            r"own\.py:\d+: ValueError: log\('x'\): a number is expected, not '\?'",
+        ),
+        (
+            HOOK + "task.log('loss', 1.0)",
+            "hooks.own={}",
+            r"own\.py:\d+: ValueError: log\('loss'\): this is a column of training; .*",
+        ),
         (
             '@register_hook("own")\nclass Own: ...',
             "hooks.own={}",
@@ -61,6 +67,16 @@ class Own:
             '@register_train_step("own")\nclass Own: ...',
             "train.step=own",
             "train.step: the class 'own' has no method __call__",
+        ),
+        (
+            '@register_train_step("own")\nclass Own:\n    def __init__(self, factor, power=2): ...',
+            "train.step=own",
+            r"own\.py:\d+: train\.step=own, which is no dataclass, .* takes \(factor, power=2\)",
+        ),
+        (
+            HOOK.replace("on_update(self, task)", "__init__(self, every)") + "...",
+            "hooks.own={}",
+            r"own\.py:\d+: hooks\.own=own, which is no dataclass, .* takes \(every\)",
         ),
         (
             '@register_transform("own")\nclass Own:\n    def __call__(self, image, rng): 1 / 0',
@@ -94,10 +110,16 @@ def test_a_mistake_is_named_with_its_line(
     assert re.fullmatch(message, line)
 
 
-def test_a_loss_without_a_gradient_is_named() -> None:
-    with pytest.raises(RuntimeError) as raised:
-        torch.ones(()).backward()
-    assert explain(raised.value).startswith("the loss has no gradient; ")
+def test_a_loss_without_a_gradient_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the last line; torch's message is in the traceback only."""
+    forward = "def forward(self, output, batch): return output.detach().mean()"
+    (folder / "own.py").write_text(START + METHOD + forward)
+    assert train(folder, "import=[own]", "method.name=own", "data.num_workers=0")
+    text = "".join(capsys.readouterr())
+    assert "the loss has no gradient; " in text.splitlines()[-1]
+    assert text.count("RuntimeError: element 0 of tensors does not require grad") == 1
 
 
 def read_last(capsys: pytest.CaptureFixture[str]) -> str:

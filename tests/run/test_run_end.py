@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from in_process import last_line, train
 from PIL import Image
+from submitit.core.job_environment import SignalHandler
 
 import tiny
 from selftask.cli.main import main
@@ -55,7 +56,7 @@ def test_a_clock_that_is_set_back(
     hours = itertools.count(2e9, -3600)
     monkeypatch.setattr(time, "time", lambda: next(hours))
     assert train(folder, "train.max_steps=1") == 0
-    assert re.match(r"RUN finished: 1 steps in \d s", last_line(capsys))
+    assert re.match(r"RUN finished: 1 step in \d s", last_line(capsys))
 
 
 def test_a_folder_in_place_of_the_log(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,18 +110,24 @@ def test_interrupted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status["by"] == "train.stop_at=3"
 
 
+@pytest.mark.parametrize("launcher", ["shell", "submitit"])
 def test_a_signal_before_the_first_step(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    launcher: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the ranks look for one another, the hook that saves on a signal is not there yet."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever a test before has left
+    jobs = SignalHandler(None, None, None)  # type: ignore[arg-type]
+    handler = {"shell": signal.SIG_DFL, "submitit": jobs.bypass}[launcher]
+    signal.signal(signal.SIGTERM, handler)
     monkeypatch.setattr(
         process_group, "join_world", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
     )
-    assert train(folder) == 128 + signal.SIGTERM
+    try:
+        assert train(folder) == 128 + signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) == handler
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert last_line(capsys).startswith("RUN interrupted by SIGTERM at step 0; left at once; ")
     assert tiny.status(folder / "run")["state"] == "interrupted"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_signal_after_a_failed_run_in_the_same_job(

@@ -17,8 +17,7 @@ import tiny
 from data.odd_files import encoded, make_photographs
 from selftask.cli.main import main
 from selftask.data.loading.bad_files import BadFiles
-from selftask.data.reading.files import BadImage
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.report.overview.run_line import read_line
 from selftask.report.record import RunRecord
 from selftask.report.verdict import verdict_of

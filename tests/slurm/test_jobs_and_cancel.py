@@ -93,19 +93,33 @@ def test_waiting_prints_each_job_once_it_has_ended(
         write_run(run, "running")
     queue.note(tmp_path / "s", runs)
     looks = iter(
-        [(None, None), ("RUNNING", "RUNNING"), ("REQUEUED", "COMPLETED"), ("FAILED", "COMPLETED")]
+        [
+            (99, "RUNNING", "RUNNING"),  # the controller is restarted
+            (0, "RUNNING", "RUNNING"),
+            (2, "RUNNING", "RUNNING"),  # it is busy and answers the third question
+            (0, "REQUEUED", "COMPLETED"),
+            (0, "FAILED", "COMPLETED"),
+        ]
     )
-    now: dict[str, str | None] = {}
-    monkeypatch.setattr(queue, "queue", lambda ids: {job: now[job] for job in ids if now.get(job)})
-    fake("squeue", "exit 1")  # the controller is restarted
+    listed, fails = tmp_path / "listed", tmp_path / "fails"
+    fake(
+        "squeue",
+        f"n=$(cat {fails}); echo $((n - 1)) >{fails}; [ $n -gt 0 ] && exit 1; cat {listed}",
+    )
+    for name in ("sacct", "scontrol"):
+        fake(name, "exit 1")
     slept: list[float] = []
 
     def look(seconds: float = 30.0) -> None:
         slept.append(seconds)
-        now.update(zip(runs.values(), next(looks), strict=True))
-        for run, job in runs.items():
-            if now[job] in ("COMPLETED", "FAILED"):
-                write_run(run, "finished" if now[job] == "COMPLETED" else "failed")
+        num_failures, *states = next(looks)
+        fails.write_text(f"{num_failures}")
+        listed.write_text(
+            "".join(f"{j}|{s}|None\n" for j, s in zip(runs.values(), states, strict=True))
+        )
+        for run, state in zip(runs, states, strict=True):
+            if state in ("COMPLETED", "FAILED"):
+                write_run(run, "finished" if state == "COMPLETED" else "failed")
 
     look()
     alone = SimpleNamespace(**{**vars(time), "sleep": look})  # subprocess sleeps, too
@@ -113,7 +127,7 @@ def test_waiting_prints_each_job_once_it_has_ended(
     assert main(["jobs", str(tmp_path / "s"), "--wait"]) == 1
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [(words[0], words[2]) for words in printed] == [("7_1", "finished"), ("7_0", "failed")]
-    assert slept == [30.0] * 4
+    assert slept == [30.0] * 5
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,24 @@ def test_a_cancelled_local_job_saves_and_stops(setup: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_a_local_job_is_cancelled_before_its_run_begins(tmp_path: Path) -> None:
+    """Imports take long on a busy machine or a slow disk, here those of a plug-in."""
+    slow = "import os, time\nif 'SUBMITIT_LOCAL_JOB_ID' in os.environ:\n    "
+    slow += "open('begun', 'w').write('yes')\n    time.sleep(300)\n"
+    (tmp_path / "slow.py").write_text(slow)
+    words = words_of(tmp_path, "import=[slow]")
+    command = [sys.executable, "-m", "selftask", "submit", *words, "--cluster=local"]
+    subprocess.run(command, env=tiny.environment(), cwd=tmp_path, check=True)
+    wait_for(tmp_path / "begun", "yes")
+    assert main(["cancel", str(tmp_path / "run")]) == 0
+    (job,) = queue.noted(tmp_path / "run").values()
+    deadline = time.monotonic() + 60
+    while queue.queue([job]) == {job: "RUNNING"} and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert queue.queue([job]) == {job: "gone"}
+
+
+@pytest.mark.slow
 def test_a_local_job_that_dies_before_its_run_begins_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

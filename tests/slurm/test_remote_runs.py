@@ -143,6 +143,9 @@ def test_a_run_at_an_address_is_a_model(
     for out, start in (("a", f"init.backbone={OUT}"), ("b", f"resume={step_of_run(2)}")):
         assert main(["train", *words(tmp_path, out, "train.max_steps=3", start)]) == 0
     assert "resumed from" in capsys.readouterr().out
+    for folder in (OUT, f"{OUT}/checkpoints"):
+        assert main(["train", *words(tmp_path, "c", "train.max_steps=3", f"resume={folder}")]) == 2
+        assert f"name one of its checkpoints, such as {step_of_run(2)}" in capsys.readouterr().out
     assert main(["eval", "knn", "mem://bucket/none", data, plugin]) == 2
     assert "mem://bucket/none" in capsys.readouterr().err
 
@@ -249,6 +252,64 @@ def test_uploads_in_an_order_that_a_kill_may_cut(
         flush()
         assert sent == ["metrics.jsonl", "checkpoints/step_1.pt", "checkpoints/step_1.json"]
         assert not addresses.exists(f"{OUT}/checkpoints/step_2/rest.pt")
+
+        removed: list[str] = []
+        remove = addresses.remove
+        monkeypatch.setattr(
+            addresses, "remove", lambda at: (removed.append(at.removeprefix(f"{OUT}/")), remove(at))
+        )
+        for suffix in ("pt", "json"):
+            (folder / f"checkpoints/step_1.{suffix}").unlink()
+        flush()
+        assert removed == ["checkpoints/step_1.json", "checkpoints/step_1.pt"]
+
+
+def test_fetches_whole_checkpoints_that_are_not_here_yet(store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(parents=True)
+
+    def put(name: str, content: str) -> None:
+        (tmp_path / "sent").write_text(content)
+        addresses.upload(tmp_path / "sent", f"{OUT}/{name}")
+
+    def put_checkpoint(step: int, content: str) -> None:
+        put(f"checkpoints/step_{step}.pt", content)
+        entry = {"bytes": len(content), "xxh3_128": f"of {content}"}
+        put(f"checkpoints/step_{step}.json", json.dumps(entry))
+
+    put("metrics.jsonl", "{}")
+    put_checkpoint(1, "first")
+    put_checkpoint(2, "second")
+    put("checkpoints/step_3.pt", "cut off: it has no manifest")
+    (checkpoints / "step_7.pt").write_text("of an earlier attempt, not at the address")
+    sent = mirror.fetch_run(OUT, folder, num_checkpoints=1)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_2.json", "step_2.pt"]
+    here = (folder / "metrics.jsonl").stat()
+    assert sent["metrics.jsonl"] == (here.st_mtime_ns, here.st_size)
+    assert sent["checkpoints/step_1.pt"] == (0, 0), "it is not here"
+
+    (checkpoints / "step_2.pt").write_text("sec")  # killed during the download
+    mirror.fetch_run(OUT, folder)
+    assert (checkpoints / "step_2.pt").read_text() == "second"
+    assert (checkpoints / "step_1.pt").read_text() == "first"
+    put_checkpoint(2, "SECOND")  # by another machine, of the same length
+    mirror.fetch_run(OUT, folder)
+    assert (checkpoints / "step_2.pt").read_text() == "SECOND"
+
+
+def test_what_was_written_before_an_error_is_uploaded(store: Path, tmp_path: Path) -> None:
+    """Such as the checkpoint of an interrupted run."""
+    path = tmp_path / "run/checkpoints/step_1.pt"
+    path.parent.mkdir(parents=True)
+
+    def train() -> None:
+        path.write_text("x")
+        raise ValueError("in training")
+
+    with pytest.raises(ValueError, match="in training"), mirror.mirrored(OUT, tmp_path / "run", {}):
+        train()
+    assert addresses.read_bytes(f"{OUT}/checkpoints/step_1.pt") == b"x"
 
 
 def test_a_store_that_refuses_is_a_failed_run(

@@ -45,6 +45,12 @@ def test_sweep_refuses_what_all_share(word: str) -> None:
         expand_sweep([word])
 
 
+def test_a_value_given_twice_is_refused() -> None:
+    """Both runs would be the same, in folders of different names."""
+    with pytest.raises(ConfigError, match=r"^command line: train\.seed=1 is given twice$"):
+        expand_sweep(["optimizer.lr=0.1,0.2", "train.seed=1,2,1"])
+
+
 def test_sweep_is_one_array(tmp_path: Path, fake: Fake) -> None:
     given = words(tmp_path, "sweep", *CLUSTER, "train.seed=1,2,3")
     planned = plan("simclr/digits", given)

@@ -245,6 +245,8 @@ def test_two_modules_of_one_class(tmp_path: Path, forget_names: None) -> None:
         selftask.Trainer().train(task)
         assert task.base_model.backbone is network
     before = networks[1].linear.weight.clone()
+    with pytest.raises(UserError, match=r"names code of its own.* \(in Python trust=True\)"):
+        selftask.load(tmp_path / "0")
     loaded = selftask.load(tmp_path / "0", trust=True).backbone
     assert torch.equal(
         loaded.linear.weight, tasks[0].loss.export_backbone(tasks[0].base_model).linear.weight

@@ -186,6 +186,20 @@ def test_two_ranks_are_one(tmp_path: Path, forget_names: None, in_double: None) 
         torch.testing.assert_close(first[name], value, rtol=1e-9, atol=1e-9)
 
 
+def test_a_schedule_by_epochs_moves_the_second_one_too(tmp_path: Path, forget_names: None) -> None:
+    critic = CRITIC.replace("linear", "{name: linear, update: epoch}, warmup: 0")
+    task = small(tmp_path, critic)
+    rates: list[float] = []
+    task.add_hook(
+        function_hook(
+            on_step=lambda task: rates.append(task.optimizers["critic"].param_groups[0]["lr"])
+        )
+    )
+    train_loop(task)
+    expected = [0.01 * (1 - epoch / 3) for epoch in range(3) for _ in range(5)]
+    assert rates == pytest.approx(expected)
+
+
 def test_an_overflow_of_either_abandons_the_step(tmp_path: Path, forget_names: None) -> None:
     """One scaler for both: an inf in the critic's gradients leaves everything as it was."""
     task = small(tmp_path, "train.grad_scaler={enabled: true, init_scale: 1024}")

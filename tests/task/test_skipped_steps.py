@@ -15,6 +15,7 @@ import pytest
 import tiny
 from selftask.errors import StepSkipped
 from selftask.hooks.base import Hook
+from selftask.parallel.reduction import Reduction
 from selftask.registry import HOOKS
 from selftask.task import Task
 
@@ -55,7 +56,11 @@ def moved(task: Task) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", ["moco", "dino", "swav", "pirl"])
-def test_no_trace_but_in_the_counters(tmp_path: Path, abandon: None, method: str) -> None:
+def test_no_trace_but_in_the_counters(
+    tmp_path: Path, abandon: None, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    discarded: list[Reduction] = []  # gradients that FSDP keeps outside of ``Parameter.grad``
+    monkeypatch.setattr(Reduction, "discard", lambda self: discarded.append(self))
     task = tiny.task(method, tmp_path, "run", "hooks.abandon={forward: [2], backward: [3]}")
     task.prepare()
     task.on_start()
@@ -66,6 +71,7 @@ def test_no_trace_but_in_the_counters(tmp_path: Path, abandon: None, method: str
     task.step()
     assert not tiny.differences(before, moved(task))
     assert not task.loss.pending
+    assert discarded == [task.reduction] * 2
     assert task.where == where
     assert (task.steps_done, task.clock.batch, task.clock.skipped) == (3, 3, 2)
     assert all(parameter.grad is None for parameter in task.base_model.parameters())

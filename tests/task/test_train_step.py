@@ -66,11 +66,20 @@ def test_gradients_may_be_cleared_before_the_forward_pass(tmp_path: Path) -> Non
         ({}, "the loss is {}; "),
         (torch.ones(3, requires_grad=True), r"the loss is a tensor \(3,\); "),
         ({"near": torch.ones((), requires_grad=True), "far": 0.5}, "the loss term 'far' is 0.5; "),
+        ({"loss": torch.ones((), requires_grad=True)}, "'loss' has the name of a column of train"),
     ],
 )
 def test_what_is_no_loss_is_named(loss: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         total(loss)
+
+
+def test_a_missing_result_of_a_hook_is_named() -> None:
+    none = torch.zeros(0)
+    batch = Batch(views={}, labels=none, index=none, key=none, added={"teacher": none})
+    assert batch["teacher"] is none
+    with pytest.raises(KeyError, match=r"'techer' in the batch.*did you mean 'teacher'"):
+        batch["techer"]
 
 
 def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:

@@ -19,14 +19,15 @@ from minitask import MiniTask, TinyBackbone, largest_difference
 from ranks import run_ranks
 from selftask.batch import total
 from selftask.config.load import load_config
-from selftask.errors import ConfigError, UserError
+from selftask.errors import ConfigError, RunError, UserError
 from selftask.models.dropout import draw_per_sample
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import METHODS
+from selftask.task import Task
 from selftask.task.second_pass import second_pass
 from selftask.train_steps.compiled import Compiled
 from selftask.train_steps.grad_cache import GradCache
-from selftask.train_steps.sam import SAM
+from selftask.train_steps.sam import SAM, compute_gradients
 
 PLAIN_HEAD = {"out_dim": 5, "norm": False}  # SimCLR's, without BatchNorm
 RISING = {"name": "cosine", "start": 0.5, "end": 1.0}  # a step too late would show
@@ -249,6 +250,25 @@ def test_sam_is_the_formula(adaptive: bool) -> None:
     assert largest_difference([p.detach() for p in task.base_model.parameters()], updated) < 1e-12
     plain = simclr("standard").run(1).grads[0]
     assert largest_difference(plain, expected) > 1e-3
+
+
+def test_sam_restores_the_weights_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = simclr(SAM(rho=0.3), lr=0.1)
+    weights = [*task.base_model.parameters()]
+    start = [w.detach().clone() for w in weights]
+    distances: list[float] = []
+
+    def fails(task: Task, loss: Tensor) -> None:
+        distances.append(largest_difference([w.detach() for w in weights], start))
+        if len(distances) == 2:
+            raise RunError("in the second pass")
+        compute_gradients(task, loss)
+
+    monkeypatch.setattr("selftask.train_steps.sam.compute_gradients", fails)
+    with pytest.raises(RunError, match="in the second pass"):
+        task.run(1)
+    assert distances[0] == 0 < distances[1]
+    assert largest_difference([w.detach() for w in weights], start) == 0
 
 
 def test_sam_moves_statistics_and_memories_once() -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import io
 import multiprocessing
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchvision.models import resnet18
 
 import selftask
 import tiny
@@ -167,6 +171,151 @@ def test_settings_without_effect_are_refused() -> None:
     for key in ("data", "data.val"):
         with pytest.raises(UserError, match=rf"{key}: has no effect with batches"):
             selftask.create_task("simclr", batches=batches, **{key: "digits"})
+
+
+def test_invalid_options_of_a_learner_are_refused_as_in_a_recipe() -> None:
+    for method, options, message in (
+        ("simclr", {"temperature": -1}, "SimCLR: temperature=-1: must be above 0"),
+        ("simclr", {"temperature": "warm"}, "SimCLR: temperature='warm': expected a number"),
+        ("moco", {"momentum": 2.0}, "MoCo: momentum=2.0: must be at most 1"),
+        ("beit", {}, "BEiT: tokenizer is missing: give a run"),
+        ("clip", {}, "CLIP needs a tokenizer, which a Learner does not have"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            selftask.Learner(method, network(), steps=4, batch_size=16, **options)
+    schedule = {"name": "linear", "start": 0.5, "end": 0.9}
+    learner = selftask.Learner("byol", network(), steps=4, batch_size=16, momentum=schedule)
+    assert learner.method.config.momentum["end"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("supcon", "SupCon needs a label for each image; give (views, labels)"),
+        ("detcon", "DetCon needs the crop boxes of the views"),
+        ("rotation", "views: Rotation needs 1 view of an image, got 2"),
+    ],
+)
+def test_batches_without_what_the_method_needs_are_refused(method: str, message: str) -> None:
+    learner = selftask.Learner(method, resnet18(), steps=4, batch_size=4)
+    with pytest.raises(UserError, match=re.escape(message)):
+        learner([torch.randn(4, 3, 32, 32)] * 2)
+
+
+class Maps(nn.Sequential):
+    """A backbone that returns maps."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [(nn.Sequential, "the backbone Sequential"), (Maps, r"\S*test_user_objects.py:\d+: .* Maps")],
+)
+def test_a_backbone_without_vectors_is_named_with_its_line(
+    kind: type[nn.Sequential], start: str
+) -> None:
+    """The line of a class of torch would say nothing."""
+    backbone = kind(nn.Conv2d(3, 8, 1))
+    backbone.embed_dim = 8
+    learner = selftask.Learner("simclr", backbone, steps=1, batch_size=4)
+    with pytest.raises(UserError, match=rf"^{start} must map images .* returned \(8, 8, 4, 4\)"):
+        learner([torch.rand(4, 3, 4, 4)] * 2)
+
+
+@pytest.mark.parametrize("method", ["simclr", "swav", "dino"])
+def test_learners_train_in_bfloat16(method: str) -> None:
+    """Without autocast; heads and targets are computed in float32."""
+    learner = selftask.Learner(method, network(), steps=4, batch_size=16).bfloat16()
+    loss = learner([torch.randn(16, 3, 8, 8).bfloat16() for _ in range(2)])
+    loss.backward()
+    learner.update()
+    assert loss.dtype == torch.float32 and loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in learner.backbone.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("mfm", "batches: mfm undoes the normalization of the views"),
+        ("colorization", "views: colorization predicts colors in Lab"),
+    ],
+)
+def test_a_method_that_undoes_normalization_needs_that_of_the_batches(
+    method: str, message: str, tmp_path: Path
+) -> None:
+    """Moments of ImageNet, or none, would give targets that are not the pixels."""
+    backbone = resnet18()
+    backbone.fc = nn.Identity()
+    with pytest.raises(UserError, match=r"undoes the normalization .* A Learner has no transforms"):
+        selftask.Learner(method, backbone, steps=1, batch_size=4)
+    settings = {"backbone": backbone, "batches": [torch.randn(4, 3, 32, 32)], "out": tmp_path}
+    with pytest.raises(UserError, match=message):
+        selftask.create_task(method, **settings).prepare()
+    own = {"name": "normalize", "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    key = "views.main.transforms"
+    task = selftask.create_task(method, **settings, **{key: ["lab", own]})
+    task.prepare()
+    assert torch.equal(task.loss.std.flatten(), torch.tensor(own["std"]))
+
+
+def test_settings_of_views_keep_the_number_that_the_batches_have(tmp_path: Path) -> None:
+    batches = [[torch.randn(4, 3, 8, 8) for _ in range(3)]]
+    views = {"main": {"transforms": [{"name": "normalize", "stats": "half"}]}}
+    settings = {"backbone": network(), "batches": batches, "out": tmp_path}
+    group = selftask.create_task("simclr", **settings, views=views).config.views["main"]
+    assert group.count == 3
+    assert group.transforms[0].args["stats"] == "half"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool])
+def test_labels_are_any_integers(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Cross-entropy takes int64 only; images of NumPy are float64, and its labels int32 or less."""
+    images, labels = torch.rand(16, 3, 8, 8, dtype=torch.float64), torch.arange(16) % 2
+    batches = DataLoader(list(zip(images, labels.to(dtype), strict=True)), batch_size=8)
+    options = {"method.num_classes": 2, "train.device": "cpu", "train.max_steps": 2}
+    task = selftask.create_task(
+        "supervised", backbone=network(), batches=batches, out=tmp_path, **options
+    )
+    for _ in task.steps():
+        batch = task.last_batch
+        assert batch.labels.tolist() == [0, 1] * 4 and batch.all_views[0].dtype == torch.float32
+        assert batch.loss.item() == cross_entropy(batch.output, batch.labels).item()
+    task.close()
+    learner = selftask.Learner("supervised", network(), steps=1, batch_size=8, num_classes=2)
+    losses = [learner(images[:8].float(), labels=of) for of in (labels[:8], [0, 1] * 4)]
+    losses.append(learner((images[:8].float(), labels[:8].to(dtype))))
+    scores = learner.network.head(learner.backbone(images[:8].float()))
+    assert [loss.item() for loss in losses] == [cross_entropy(scores, labels[:8]).item()] * 3
+    with pytest.raises(UserError, match=r"labels: .* each of the 8 images .* int64 \(3,\)"):
+        learner(images[:8].float(), labels=labels[:3])
+
+
+def test_the_index_of_an_image_is_its_own() -> None:
+    """Counted indices would give each slot of the memory other images in every epoch."""
+    learner = selftask.Learner("npid", network(), steps=4, batch_size=4, num_images=20)
+    views = torch.rand(4, 3, 8, 8)
+    assert learner(views, index=[19, 3, 5, 0]).isfinite()
+    with pytest.raises(UserError, match="NPID has a memory of the images and needs the index"):
+        learner(views)
+    with pytest.raises(UserError, match="index: from 0 to 20, and the memory has 20 images"):
+        learner(views, index=torch.tensor([0, 20, 1, 2]))
+
+
+def test_batches_without_a_length_are_refused() -> None:
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Tensor]:
+            yield torch.rand(3, 8, 8)
+
+    with pytest.raises(UserError, match="expected an iterable with a length"):
+        selftask.create_task("simclr", backbone=network(), batches=DataLoader(Endless()))
+
+
+def test_a_later_batch_with_other_views_is_named(tmp_path: Path) -> None:
+    batches = [[torch.randn(8, 3, 8, 8)] * count for count in (2, 1)]
+    task = selftask.create_task("simclr", backbone=network(), batches=batches, out=tmp_path)
+    with pytest.raises(UserError, match="views: SimCLR needs 2 views or more of an image, got 1"):
+        for _ in task.steps():
+            pass
+    task.close()
 
 
 def test_the_classifier_of_a_predictor_is_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from selftask.batch import Batch, Draws, Extras
+from selftask.config.checks.requirements import count_problems
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
 from selftask.data.reading.class_numbers import NO_LABEL
@@ -23,6 +24,8 @@ from selftask.distributed.collectives import rank, world_size
 from selftask.distributed.world import read_world
 from selftask.errors import UserError
 from selftask.logs import get_logger
+from selftask.methods.base import Method
+from selftask.methods.families.view_pixels import ViewPixels
 from selftask.task import Task
 
 log = get_logger(__name__)
@@ -31,52 +34,62 @@ _END = object()
 
 
 def first_batch(batches: Any) -> Batch:
-    """Return the first batch as a ``Batch``.
+    """Return the first batch as a ``Batch``. The caller's random states stay the same.
 
     Raises:
-        UserError: If the batches have no length, are empty, or are none for ``as_batch``.
+        UserError: If the batches have no length or are empty, or as ``as_batch``.
     """
-    if not hasattr(batches, "__len__") or len(batches) == 0:
+    if not _length(batches):
         raise UserError("batches: expected an iterable with a length, the batches of an epoch")
     with _Generators(seed=0).in_use():  # those of the caller stay the same
         return as_batch(next(iter(batches)), 0, 1)
 
 
-def settings_of(first: Batch) -> dict[str, Any]:
-    """Return settings that follow from the first batch: the global batch size, and the views.
+def _length(batches: Any) -> int:
+    """Return the number of batches, 0 if it is unknown."""
+    try:
+        return len(batches)
+    except TypeError:  # also a DataLoader of an IterableDataset without a length
+        return 0
 
-    Views come with their number and are not transformed again.
+
+def settings_of(first: Batch) -> dict[str, Any]:
+    """Return the config settings that follow from the first batch, by dotted key.
+
+    ``train.batch_size`` is the number of samples over all ranks. ``views.NAME`` has the number of
+    views of a group; its transforms are placeholders, since the user's views are already augmented.
+    ``views.main`` is None if the batch has no group of this name, which removes the default group.
 
     Args:
-        first: First batch of this rank; those of all ranks have the same size.
+        first: First batch of this rank. All ranks must have batches of the same size.
     """
     groups = {
-        name: {"count": len(views), "transforms": ["normalize"]}
+        f"views.{name}": {"count": len(views), "transforms": ["normalize"]}
         for name, views in first.views.items()
     }
-    unused = {} if "main" in groups else {"views.main": None}
     size = len(first.index) * read_world().size
-    return {"train.batch_size": size, "views": groups, **unused}
+    return {"train.batch_size": size, "views.main": None, **groups}
 
 
 def as_batch(item: Any, number: int, batches_per_epoch: int, full_size: int = 0) -> Batch:
     """Return a ``Batch`` of this rank, made from a tensor, views or (views, labels).
 
-    If the last element is a vector of integers, it is taken as the labels. A ``Batch`` is copied,
-    with the same tensors, so that the user's object keeps no results of a step. Other items get the
-    indices that follow those of the previous batches of the epoch, if all ranks have batches of the
-    same size.
+    If the last element of a list or tuple is a vector (B,) of integers or bools, it is taken as the
+    labels. A ``Batch`` is copied, with the same tensors, so that the user's object keeps no results
+    of a step. Other items get the indices that follow those of the previous batches of the epoch,
+    if all ranks have batches of the same size.
 
     Args:
         item: Item of the user's iterable: a ``Batch``; a view (B, C, H, W), a list of views or a
             dict of view groups; or a tuple of these and labels (B,).
         number: Index of the batch, counted from the start of training.
         batches_per_epoch: Number of batches per epoch.
-        full_size: Size of all batches of this rank but the last of an epoch, which may be smaller.
-            0 means the size of this batch.
+        full_size: Number of samples of all batches of this rank but the last of an epoch, which may
+            be smaller. 0 means that of this batch.
 
     Raises:
-        UserError: If the item is none of these, or its views are not floating-point tensors.
+        UserError: If the item is none of these, or its views are not floating-point tensors
+            (B, C, H, W).
     """
     epoch, position = divmod(number, batches_per_epoch)
     if isinstance(item, Batch):
@@ -104,7 +117,9 @@ def as_batch(item: Any, number: int, batches_per_epoch: int, full_size: int = 0)
     index = torch.arange(start, start + size)
     return Batch(
         views=views,
-        labels=torch.full((size,), NO_LABEL, device=device) if labels is None else labels,
+        labels=torch.full((size,), NO_LABEL, device=device)
+        if labels is None
+        else per_image(labels, "labels", size, device),
         index=index.to(device, non_blocking=True),
         key=torch.stack([torch.full_like(index, epoch), index], dim=1),
         number=number,
@@ -112,8 +127,58 @@ def as_batch(item: Any, number: int, batches_per_epoch: int, full_size: int = 0)
     )
 
 
+def per_image(values: Any, name: str, size: int, device: torch.device) -> Tensor:
+    """Return integers, one for each image of a batch, as int64 (B,) on a device.
+
+    Args:
+        values: A tensor or array of integers or bools, or a list of them.
+        name: Name of the values in messages.
+        size: Number of images, B.
+        device: The device.
+
+    Raises:
+        UserError: If these are other values, or another number of them.
+    """
+    numbers = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    if numbers.is_floating_point() or numbers.shape != (size,):
+        raise UserError(
+            f"{name}: expected an integer for each of the {size} images of the batch; this is "
+            f"{_described(numbers)}"
+        )
+    return numbers.to(device, torch.int64, non_blocking=True)
+
+
+def check_batch(method: Method, batch: Batch, *, has_index: bool) -> None:
+    """Raise UserError if a user's batch lacks views, labels, indices or crop boxes of the method.
+
+    Labels are looked at in the first batch only, since the host has to wait for them.
+
+    Args:
+        method: The method.
+        batch: Result of ``as_batch``.
+        has_index: Whether its indices are those of the images in the user's data set, and not
+            counted.
+    """
+    name = type(method).__name__
+    numbers = {group: len(views) for group, views in batch.views.items()}
+    for _, text in count_problems(name, method.views, numbers):
+        raise UserError(text)
+    if "labels" in method.requires and batch.number == 0 and (batch.labels == NO_LABEL).any():
+        raise UserError(f"batches: {name} needs a label for each image; give (views, labels)")
+    if "index" in method.requires and not has_index:
+        raise UserError(
+            f"batches: {name} has a memory of the images and needs the index of each image in the "
+            "data set; give a selftask.batch.Batch, or index= to a Learner"
+        )
+    if "boxes" in method.requires and not batch.draws:
+        raise UserError(
+            f"batches: {name} needs the crop boxes of the views; give a selftask.batch.Batch with "
+            "draws"
+        )
+
+
 def _described(item: Any) -> str:
-    """Return an item of the user's iterable in words: ``a list of [uint8 (8, 3, 32, 32), str]``."""
+    """Return an item of the user's iterable in words: ``list of [uint8 (8, 3, 32, 32), str]``."""
     if isinstance(item, Tensor):
         return f"{str(item.dtype).removeprefix('torch.')} {(*item.shape,)}"
     kind = type(item).__name__
@@ -137,18 +202,35 @@ class TaskOfBatches(Task):
     With several ranks, each rank passes its own part of the global batches.
 
     Args:
-        config: The config of the run.
+        config: The config of the run; ``config.train.batch_size`` is that of all ranks.
         batches: Batches of an epoch, as for ``create_task``.
         channels: Number of channels of the views.
         backbone: The module to train; None builds the one of ``config.backbone``.
+        has_transforms: Whether ``config.views`` has the user's transforms, not placeholders.
     """
 
     def __init__(
-        self, config: Config, batches: Any, channels: int, backbone: nn.Module | None = None
+        self,
+        config: Config,
+        batches: Any,
+        channels: int,
+        backbone: nn.Module | None = None,
+        *,
+        has_transforms: bool = False,
     ) -> None:
-        self.user_batches = batches
+        self.user_batches, self.has_transforms = batches, has_transforms
         count = _Count(len(batches) * config.train.batch_size, channels)
         super().__init__(config, sources=Sources(count, None), backbone=backbone)
+
+    def build_model(self) -> None:
+        super().build_model()
+        undoes_normalization = isinstance(self.loss, ViewPixels) and hasattr(self.loss, "mean")
+        if undoes_normalization and not self.has_transforms:
+            raise UserError(
+                f"batches: {self.config.method.name} undoes the normalization of the views; give "
+                "theirs as **{'views.main.transforms': [{'name': 'normalize', 'mean': [...], "
+                "'std': [...]}]}"
+            )
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         super().prepare(*args, **kwargs)
@@ -156,11 +238,14 @@ class TaskOfBatches(Task):
 
     def _train_batches(self, first: int) -> Iterator[Batch]:
         number, per_epoch = first, self.length.batches_per_epoch
+        dtype = next((p.dtype for p in self.base_model.parameters()), torch.float32)
         full_size = self.config.train.batch_size // world_size()
         while True:
             epoch, start = divmod(number, per_epoch)
             for item in read_epoch(self.user_batches, epoch, start, self.config.train.seed):
-                yield _moved(as_batch(item, number, per_epoch, full_size), self.device)
+                batch = as_batch(item, number, per_epoch, full_size)
+                check_batch(self.loss, batch, has_index=isinstance(item, Batch))
+                yield _moved(_of_dtype(batch, dtype), self.device)
                 number += 1
             if number < (epoch + 1) * per_epoch:
                 raise UserError(
@@ -180,8 +265,8 @@ def read_epoch(batches: Any, epoch: int, start: int, seed: int) -> Iterator[Any]
 
     Args:
         batches: The user's iterable.
-        epoch: Number of the epoch.
-        start: Number of the first batch to yield.
+        epoch: Number of the epoch, from 0.
+        start: Number of the first batch to yield, from 0 in each epoch.
         seed: Seed of the run.
     """
     parts = [getattr(batches, name, None) for name in ("batch_sampler", "sampler")]
@@ -239,7 +324,7 @@ class _Generators:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context in which the global generators have these states."""
+        """Context in which the global generators have these states, which are updated at exit."""
         before = self._swap(self.states)
         try:
             yield
@@ -254,8 +339,17 @@ class _Generators:
         return before
 
 
+def _of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Return the batch with views of the network's data type; views from NumPy are float64."""
+    views = {
+        name: [view.to(dtype) if view.is_floating_point() else view for view in group]
+        for name, group in batch.views.items()
+    }
+    return replace(batch, views=views)
+
+
 def _moved(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch on a device; its key stays on the CPU, where draws are looked up."""
+    """Return the batch on a device, except its key, which stays on the CPU."""
 
     def moved(value: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
@@ -272,6 +366,8 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 class _Count(Source):
     """A source that has the number of images of an epoch, but whose images cannot be read."""
+
+    is_readable = False
 
     def __init__(self, count: int, channels: int) -> None:
         self.count, self.channels = count, channels

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from selftask.api.model import Model
-from selftask.api.objects import overrides
+from selftask.api.objects import overrides, restore
 from selftask.api.training import Run
 from selftask.cli.model.evaluate import (
+    COMMANDS,
     asked_words,
     by_protocol,
     evaluate_frozen,
@@ -42,19 +43,22 @@ def evaluate(
     Results of a run are also appended to its ``evaluations.jsonl``.
 
     Args:
-        model: A run, a file, ``RUN@STEP``, ``timm:NAME`` and so on, as for the command; a ``Run``;
-            or a ``Model``, with which ``image_size``, ``weights``, ``prefix`` and ``trust`` cannot
-            be given.
+        model: A run, a file, ``RUN@STEP``, ``timm:NAME`` and so on, as for the command; a ``Run``,
+            whose own code is trusted; or a ``Model``, with which ``image_size``, ``weights``,
+            ``prefix`` and ``trust`` cannot be given.
         name: Name of the evaluation.
-        data: Training images: a value of ``data=`` or a map-style data set, as for ``train``; None
-            for the run's own training images.
-        data_val: Test images, given in the same ways as ``data``.
+        data: Training images: a value of ``data=`` or a map-style data set, as for ``train``. None:
+            those of the run; for other models, scikit-learn's digits.
+        data_val: Test images, given in the same ways as ``data``. None: those of the run if
+            ``data`` is None, too; else k-NN leaves each image out of its own neighbors, and
+            evaluations that need a test set raise UserError.
         **settings: Fields of the evaluation, such as ``k=[5]``, and other settings of the command,
             by dotted key or as nested dicts.
 
     Returns:
-        Metrics by name with their 95 % intervals, and the numbers of images and classes; empty on
-        ranks other than 0.
+        Metrics by name. Those with a score for each image also have ``NAME_low`` and ``NAME_high``,
+        their 95 % interval. The numbers of images and classes are included. Empty on ranks other
+        than 0.
 
     Raises:
         UserError: If there is no such evaluation, or the model, images or labels do not fit it.
@@ -62,11 +66,16 @@ def evaluate(
     named = {"data": data, "data.val": data_val}
     given = {key: settings.pop(key, None) for key in OTHERS}
     plain = {key: value for key, value in given.items() if value is not None}
+    if isinstance(model, Run):
+        restore(model.task.objects)
+        plain.setdefault("trust", True)
     words = overrides({k: v for k, v in named.items() if v is not None} | settings)
     words += [
         f"{key}={str(value).lower() if key == 'trust' else value}" for key, value in plain.items()
     ]
     import_plugins(words)
+    if name in COMMANDS and name not in EVALUATIONS.names():
+        raise UserError(f"evaluate: {name} is a command only: selftask eval {name}")
     check_known(name, EVALUATIONS, f"no evaluation named {name!r}")
     name = by_protocol(name, *words)
     # The caller's random numbers stay the same; the draws of new random weights continue.

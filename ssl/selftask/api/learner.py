@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selftask.api.batches import as_batch
+from selftask.api.batches import as_batch, check_batch, per_image
 from selftask.batch import Batch
-from selftask.config.checks.requirements import count_problems
+from selftask.config.compose.provenance import Layers
 from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import ViewConfig
+from selftask.config.schema_reader import Reader
+from selftask.config.values.section_schema import Schema
 from selftask.errors import UserError, check_known
 from selftask.hooks.base import defines
 from selftask.methods.base import Method
@@ -25,7 +28,7 @@ from selftask.task.frozen import FrozenParameters
 
 
 class Learner(nn.Module):
-    """Backbone, head and method as one module whose forward pass returns the loss.
+    """Backbone, head and method as one module, whose forward pass returns the loss.
 
     ::
 
@@ -45,18 +48,21 @@ class Learner(nn.Module):
     Args:
         method: Name of a method, or a method object or class.
         backbone: Images (B, C, H, W) -> features (B, E), trained in place.
-        steps: Number of steps of the training, for the schedules of teacher and temperatures.
+        steps: Number of optimizer steps of the training, for the schedules of teacher and
+            temperatures.
         batch_size: Number of samples of a batch, over all ranks.
         num_images: Number of images of the data set. It sets the size of a memory of all images,
             and the length of an epoch, in which some options are given, such as DINO's
             ``freeze_last_layer``. None takes the whole training as one epoch.
         channels: Number of channels of the images.
         seed: Seed of masks and other random draws of the method.
-        **options: Options of the method, by its name or class; a method object has its own.
+        **options: Fields of the method's ``Config``; none are allowed for a method object.
 
     Raises:
-        UserError: If the method or an option is unknown, the backbone does not fit the method, or
-            the method acts before each epoch, such as ``deepcluster``; use ``selftask.train``.
+        UserError: If the method or an option is unknown, a value is invalid, or the backbone does
+            not fit the method. Also for methods that act before each epoch, such as
+            ``deepcluster``, need captions, or undo the normalization of the views, such as ``mfm``;
+            use ``selftask.train``.
     """
 
     def __init__(
@@ -73,6 +79,11 @@ class Learner(nn.Module):
     ) -> None:
         super().__init__()
         loss = _build(method, options)
+        if "captions" in loss.requires:
+            raise UserError(
+                f"{type(loss).__name__} needs a tokenizer, which a Learner does not have; train it "
+                "with selftask.train"
+            )
         if defines(loss, "on_phase_start"):
             raise UserError(
                 f"{type(loss).__name__} acts before each epoch (on_phase_start), and a "
@@ -102,7 +113,7 @@ class Learner(nn.Module):
 
     def forward(
         self,
-        views: Tensor | list[Tensor] | Batch,
+        views: Tensor | list[Tensor] | Mapping[str, list[Tensor]] | Batch,
         *,
         labels: Tensor | None = None,
         index: Tensor | None = None,
@@ -110,22 +121,30 @@ class Learner(nn.Module):
         """Return the loss, a scalar.
 
         Args:
-            views: Float views (B, C, H, W) of the images, or a ``Batch`` for methods that need
-                crop boxes or captions.
-            labels: Labels (B,), for methods that need them.
-            index: Index (B,) of each image in the data set, for methods with a memory. Pass a
-                tensor on the CPU; the host would have to wait for one on a GPU.
+            views: A float view (B, C, H, W) of the images, or a list of them; a dict of lists by
+                group for methods with named groups; a ``Batch`` for methods that need crop boxes.
+            labels: Integer labels (B,), for methods that need them.
+            index: Index (B,) of each image in the data set, for methods with a memory of all
+                images. Pass a tensor on the CPU; the host would have to wait for one on a GPU.
+
+        Raises:
+            UserError: If ``views`` is none of these, if views, labels, indices or crop boxes that
+                the method requires are missing, or if ``labels`` or ``index`` are not integers
+                (B,).
         """
         task = self._task
         batch = as_batch(views, task.clock.batch, task.length.batches_per_epoch)
-        numbers = {group: len(views) for group, views in batch.views.items()}
-        for _, text in count_problems(type(self.method).__name__, self.method.views, numbers):
-            raise UserError(text)
+        size, device = len(batch.index), batch.index.device
         if labels is not None:
-            batch.labels = labels
+            batch.labels = per_image(labels, "labels", size, device)
+        has_index = index is not None or isinstance(views, Batch)
+        check_batch(self.method, batch, has_index=has_index)
         if index is not None:
-            batch.index = index.to(batch.index.device, non_blocking=True)
-            batch.key = torch.stack([batch.key[:, 0], index.cpu()], dim=1)
+            numbers = per_image(index, "index", size, torch.device("cpu"))
+            if "index" in self.method.requires:
+                _check_index(numbers, task.data_module.num_images)
+            batch.index = numbers.to(device, non_blocking=True)
+            batch.key = torch.stack([batch.key[:, 0], numbers], dim=1)
         task.train, task.device, task.last_batch = self.training, batch.index.device, batch
         self.method.prepare_batch(batch, task)
         batch.output = self.network(batch.input)
@@ -194,8 +213,18 @@ class _TaskOfLearner:
         self.logged[name] = value
 
 
+def _check_index(index: Tensor, num_images: int) -> None:
+    """Raise UserError if an index is outside a memory of ``num_images``."""
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= num_images:
+        raise UserError(
+            f"index: from {low} to {high}, and the memory has {num_images} images; give the number "
+            "of images of the data set as num_images"
+        )
+
+
 def _smallest_views(method: Method) -> dict[str, ViewConfig]:
-    """Return groups with the smallest number of views that a method declares."""
+    """Return groups of views, each with the smallest number that the method declares."""
     groups = method.views if isinstance(method.views, dict) else {"main": method.views}
     return {
         name: ViewConfig(count=number[0] if isinstance(number, tuple) else number, transforms=[])
@@ -204,7 +233,10 @@ def _smallest_views(method: Method) -> dict[str, ViewConfig]:
 
 
 def _build(method: str | Method | type[Method], options: dict[str, Any]) -> Any:
-    """Return the method object; raise UserError for an unknown name or option."""
+    """Return the method object.
+
+    Raises UserError for an unknown name, an invalid option, or options beside a method object.
+    """
     if isinstance(method, Method):
         if options:
             raise UserError(
@@ -216,4 +248,17 @@ def _build(method: str | Method | type[Method], options: dict[str, Any]) -> Any:
     names = [field.name for field in dataclasses.fields(kind.Config)]
     for name in options:
         check_known(name, names, f"{kind.__name__} has no option {name!r}")
-    return kind(kind.Config(**options))
+    objects = {name: value for name, value in options.items() if not _is_plain(value)}
+    plain = {name: value for name, value in options.items() if name not in objects}
+    reader = Reader(Layers(), [])
+    read = reader.fields(plain, Schema.of(kind.Config, str(kind.__name__), without=objects), ())
+    if reader.problems:
+        raise UserError("\n".join(f"{kind.__name__}: {text}" for text in reader.problems))
+    return kind(kind.Config(**read, **objects))
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True if a recipe could have this value; others, such as a module, are not checked."""
+    if isinstance(value, dict | list):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -24,7 +24,8 @@ class Model(nn.Module):
 
     Args:
         backbone: The module.
-        facts: Its metadata, as in ``backbone.json``.
+        facts: Its metadata, as in ``backbone.json``: ``embed_dim``, ``channels`` (default: 3) and
+            ``transforms`` (default: none).
     """
 
     def __init__(self, backbone: nn.Module, facts: dict[str, Any]) -> None:
@@ -42,11 +43,12 @@ class Model(nn.Module):
         return int(self.facts["embed_dim"])
 
     def transform(self, image: Any) -> Tensor:
-        """Return the network's input (C, H, W) for one image, using the evaluation transforms.
+        """Return the network's input, float32 (C, H, W) on the CPU, by the evaluation transforms.
 
         Args:
-            image: A file, Pillow image, array (H, W, C) or tensor. Random transforms use the same
-                draws for every image.
+            image: A file, a Pillow image, or an array or CPU tensor (H, W, C), (C, H, W) or (H, W)
+                of uint8, of floats in [0, 1], or of other numbers as in ``from_array``. Random
+                transforms use the same draws for every image.
 
         Raises:
             BadImage: If a file is missing or cannot be read.
@@ -62,10 +64,11 @@ class Model(nn.Module):
         """Return features (N, E) in float32, on the CPU.
 
         Args:
-            images: A tensor (N, C, H, W) of transformed images, or images for ``transform``, whose
-                errors are raised here, too.
+            images: A tensor (N, C, H, W) of transformed images, or a sequence of images for
+                ``transform``, whose errors are raised here, too.
         """
-        like = next(self.parameters())  # its device and dtype, such as those of ``model.half()``
+        # Its device and data type, such as those of ``model.half()``; it may have no weights.
+        like = next(self.parameters(), torch.empty(0))
         parts = [torch.empty(0, self.embed_dim)]
         for first in range(0, len(images), _BATCH_SIZE):
             part = images[first : first + _BATCH_SIZE]
@@ -90,10 +93,11 @@ def load(
 
     Args:
         model: A run folder (its export, or else its newest checkpoint), ``RUN@best``, ``RUN@STEP``,
-            the folder of a sharded checkpoint, an exported ``backbone.pt``, ``timm:NAME`` or
-            ``torchvision:NAME``.
+            the folder of a sharded checkpoint, an exported ``backbone.pt`` next to its
+            ``backbone.json``, ``timm:NAME`` or ``torchvision:NAME``.
         weights: For a library's model: ``pretrained``, ``none`` (random), or a file.
-        image_size: Image size in pixels to which model and transforms are adapted.
+        image_size: Height and width in pixels to which model and transforms are adapted; None: as
+            they are.
         trust: Allow an architecture in the user's own code, which is then imported.
         prefix: Prefix of the tensors to take from a file with several networks, such as
             ``state_dict.encoder_k.``.

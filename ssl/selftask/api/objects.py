@@ -3,6 +3,10 @@
 A config is text. Data sets, backbones and transforms become attributes of this module, and the
 config refers to them as ``custom`` with their import path. Other classes and functions are
 registered under their own names.
+
+Import paths are the same in every session, since a resumed run needs them. So a later object of the
+same class and key has the same path. Each thread sees its own objects, and a task keeps those of
+its config.
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,18 +39,42 @@ _REGISTRIES: dict[Key, Registry] = {
 }
 
 
+_LATEST: dict[str, Any] = {}  # by name
+_OF_THREAD = threading.local()  # the same for the current thread, as its attributes
+
+
+def __getattr__(name: str) -> Any:
+    """Return the current thread's object, or else the latest one of any thread."""
+    objects = vars(_OF_THREAD) if name in vars(_OF_THREAD) else _LATEST
+    if name not in objects:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return objects[name]
+
+
+def restore(objects: Mapping[str, Any]) -> None:
+    """Make objects importable, under their names, for this thread and those that have no others."""
+    _LATEST.update(objects)
+    vars(_OF_THREAD).update(objects)
+
+
+def objects_in(words: Iterable[str]) -> dict[str, Any]:
+    """Return the objects to which config overrides refer, by name, for ``restore``."""
+    names = re.findall(rf"\b{re.escape(__name__)}:(\w+)", " ".join(words))
+    return {name: __getattr__(name) for name in names}
+
+
 def overrides(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as ``key=value``, with names in place of objects.
 
     The objects are registered, or become attributes of this module.
 
     Args:
-        settings: Dotted keys or nested dicts. These objects are accepted: a module as
-            ``backbone``; a map-style data set as ``data``, ``data.val`` or one of
-            ``data.val_sets``; an instance or class as ``method``; a class of torch.optim as the
-            optimizer's name; a class, function or instance of a dataclass as a task, train step,
-            hook, meter or evaluation. A transform may be an instance of selftask's own classes, or
-            any callable that ``name: custom`` accepts.
+        settings: Values by dotted key, or nested dicts. These objects are accepted: a module as
+            ``backbone``; a map-style data set, also a list of images, as ``data``, ``data.val`` or
+            one of ``data.val_sets``; an instance or class as ``method``; a class of torch.optim as
+            the optimizer's name; a class, function or instance of a dataclass as a task, train
+            step, hook, meter or evaluation. A transform may be an instance of a registered class,
+            or any callable that ``name: custom`` accepts.
 
     Raises:
         UserError: If another object is given.
@@ -57,6 +87,8 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
 
 def _plain(value: Any, key: Key) -> Any:
     """Return the config value for an object at ``key``."""
+    if isinstance(value, np.generic):
+        return value.item()
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Path):
@@ -68,7 +100,9 @@ def _plain(value: Any, key: Key) -> Any:
     in_pipeline = any(is_pipeline(key[:length]) for length in (2, 3))
     if in_pipeline and (callable(value) or _known_name(TRANSFORMS, type(value))):
         return _transform(value, key)
-    if isinstance(value, list | tuple):
+    if isinstance(value, np.ndarray) and not is_source(key):
+        value = value.tolist()
+    if isinstance(value, list | tuple) and not (is_source(key) and _has_images(value)):
         return [_plain(item, (*key, str(index))) for index, item in enumerate(value)]
     if is_source(key) and hasattr(type(value), "__getitem__"):
         address = _address("_".join(key), value)
@@ -91,10 +125,17 @@ def _plain(value: Any, key: Key) -> Any:
     raise UserError(f"{dotted(key)}: {type_name} is no value of a config{hint}")
 
 
-def _transform(value: Any, key: Key) -> Any:
-    """Return the config value of a transform, or of a list of one at the key of a pipeline.
+def _has_images(items: Iterable[Any]) -> bool:
+    """Return True if a list is a data set; others consist of names, numbers and sections."""
+    return not all(isinstance(item, str | Path | Mapping | int | float) for item in items)
 
-    At the key ``transform`` of a component, it is the import path of an unregistered one.
+
+def _transform(value: Any, key: Key) -> Any:
+    """Return the config value of a transform object.
+
+    A registered transform becomes a section with its fields. Another callable becomes a section
+    ``{name: custom, transform: ADDRESS}``, or only the address if ``key`` is that of the field
+    ``transform``. At the key of a whole pipeline, the result is a list with this one section.
     """
     if is_pipeline(key):
         return [_transform(value, (*key, "0"))]
@@ -105,7 +146,7 @@ def _transform(value: Any, key: Key) -> Any:
         address = f"{module}:{name}"  # the command can import it, too
     else:
         attribute = re.sub(r"\W", "_", f"{'_'.join(key)}_{name or type(value).__name__}")
-        globals()[attribute] = value
+        restore({attribute: value})
         address = f"{__name__}:{attribute}"
     return address if key[-1] == "transform" else {"name": "custom", "transform": address}
 
@@ -116,7 +157,10 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _registry(key: Key) -> Registry | None:
-    """Return the registry for a key such as ``method``, ``method.name`` or ``hooks.x``, or None."""
+    """Return the registry of the component at a key, such as ``method`` or ``hooks.x``, or None.
+
+    The key may also be that of its name: ``method.name``.
+    """
     places = (key, key[:-1], key[:-2]) if key[-1] == "name" else (key, key[:-1])
     return next((_REGISTRIES[place] for place in places if place in _REGISTRIES), None)
 
@@ -124,12 +168,11 @@ def _registry(key: Key) -> Registry | None:
 def _address(prefix: str, value: Any) -> str:
     """Make an object importable under the returned address, ``package.module:name``.
 
-    The address is the same in every session. A later object of the same class and ``prefix``
-    replaces this one. An ``nn.Module`` is imported as a copy, which may get other weights; the
-    module that a task trains is passed to the task directly.
+    An ``nn.Module`` is imported as a copy, which may get other weights; the module that a task
+    trains is passed to the task directly.
     """
     name = f"{prefix}_{type(value).__name__}"
-    globals()[name] = lambda: deepcopy(value) if isinstance(value, nn.Module) else value
+    restore({name: lambda: deepcopy(value) if isinstance(value, nn.Module) else value})
     return f"{__name__}:{name}"
 
 

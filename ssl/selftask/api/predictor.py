@@ -1,6 +1,6 @@
 """A trained model as a function of images: features, neighbors, class.
 
-E features, N images to search.
+E is the number of features.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from selftask.config.compose import recipes
 from selftask.config.load import load_config
 from selftask.config.schema import FrozenModule
 from selftask.data.loading.open_data import open_data
-from selftask.data.reading.files import BadImage
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.evaluate.nearest import Bank
 from selftask.files.paths import exists, expand_user
 from selftask.files.yaml_file import read_yaml
@@ -47,7 +46,7 @@ class Neighbor(NamedTuple):
     path: str
     """Its path, or its name in the data set."""
     cosine: float
-    """Cosine similarity of the features."""
+    """Cosine similarity of its features to those of the image, in [-1, 1]."""
 
 
 @dataclass(frozen=True)
@@ -55,33 +54,36 @@ class Prediction:
     """Output of a ``Predictor`` for one image."""
 
     features: np.ndarray
-    """(E,) float32."""
+    """Features of the image, (E,) float32."""
     neighbors: list[Neighbor] = field(default_factory=list)
-    """The most similar images, most similar first."""
+    """The most similar images, most similar first; empty without images to search."""
     label: str | int | None = None
-    """Class with the highest score: its name, or its number if classes have no names."""
+    """Class with the highest score: its name, or its number if classes have no names; None without
+    a classifier."""
     score: float | None = None
-    """Softmax of this class."""
+    """Softmax of this class, in [0, 1]; None without a classifier."""
 
 
 class Predictor:
     """A trained model as a function: ``Predictor("runs/a")("cat.jpg").features``.
 
-    Images are transformed as in the evaluations of the run.
+    Images are transformed as in the evaluations of the run, or as in the model's metadata.
 
     Args:
         model: A run, ``RUN@best``, ``RUN@STEP``, an exported ``backbone.pt``, ``timm:NAME`` or
             ``torchvision:NAME``; or a ``Model``. A run of a method with a classifier predicts
             classes, too.
         neighbors: Images to search: a value of ``data=``, such as a folder, or a map-style data
-            set. Their features are computed here, in this process.
-        k: Number of neighbors to return.
+            set. Their features are computed here, in this process; unreadable images are skipped.
+            None: predictions have no neighbors.
+        k: Number of neighbors to return, or of all images if there are fewer.
         device: Device to compute on; a ``Model`` is moved to it.
         weights: For a library's model: ``pretrained``, ``none`` (random), or a file.
         trust: Allow an architecture in the user's own code, which is then imported.
 
     Raises:
-        UserError: If the model or the images cannot be opened, or no image can be read.
+        UserError: If the model or the images cannot be opened, no image of ``neighbors`` can be
+            read, or ``weights`` or ``trust`` is given for a ``Model``.
     """
 
     def __init__(
@@ -124,8 +126,8 @@ class Predictor:
         """Return the predictions of several images, which are computed together.
 
         Args:
-            images: Files, Pillow images, arrays or tensors; or a tensor (B, C, H, W) of images that
-                are already transformed.
+            images: Files, Pillow images, arrays or tensors, as for ``Model.transform``; or a tensor
+                (B, C, H, W) of images that are already transformed.
 
         Raises:
             UserError: If a file is missing or cannot be read.
@@ -141,7 +143,11 @@ class Predictor:
         return [Prediction(*row) for row in columns]
 
     def _open(self, module: FrozenModule) -> Model:
-        """Return the backbone; set the classifier and the names of its classes, if there is one."""
+        """Return the backbone as a ``Model``.
+
+        If the model has a classifier, that becomes ``head``, and the names of its classes, if it
+        has any, ``classes``. Raises UserError if there is no such model.
+        """
         checkpoint = _classifier_checkpoint(module)
         if checkpoint is None:
             return _as_model(open_features(module))
@@ -152,7 +158,10 @@ class Predictor:
         return _as_model(network)
 
     def _search_in(self, images: Any) -> None:
-        """Compute the features of the images to search; skip unreadable ones."""
+        """Compute the features of the images to search; skip unreadable ones, with a warning.
+
+        Raises UserError if no image can be read.
+        """
         config = load_config(str(recipes.folder() / _RECIPE), overrides({"data": images}))
         source, parts = open_data(config.data).train, []
         for first in range(0, len(source), _BATCH_SIZE):
@@ -180,7 +189,10 @@ class Predictor:
         ]
 
     def _classify(self, features: Tensor) -> tuple[list[Any], list[Any]]:
-        """Return the classes with the highest scores, and their softmax; None without a head."""
+        """Return the class with the highest score of each image, and the softmax of this score.
+
+        Without a head both are lists of None. ``features`` is (B, E).
+        """
         if self.head is None:
             return [None] * len(features), [None] * len(features)
         score, number = self.head(features.to(self.device)).softmax(dim=1).max(dim=1)

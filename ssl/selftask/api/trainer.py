@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from selftask.api.objects import restore
 from selftask.run.run import run_task
 from selftask.run.status import Status
 from selftask.task import Task
@@ -24,6 +25,7 @@ class Trainer:
             UserError: If the folder, the data or the backbone do not match the config.
             Exception: Any other error, after it has been logged.
         """
+        restore(task.objects)
         if Status(task.config).is_finished():
             try:
                 task.prepare()

@@ -105,7 +105,7 @@ def named_checkpoint(address: str) -> Path | None:
     The result is also None if ``address`` itself is an existing path.
 
     Raises:
-        UserError: If the run has no such checkpoint.
+        UserError: If the run has no such checkpoint or is at a remote address.
     """
     run, separator, which = address.rpartition("@")
     if not separator or not (which == "best" or which.isdecimal()) or Path(address).exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import zipfile
@@ -17,6 +18,7 @@ from selftask.files.received import UnreadableFile, check_regular, read_json
 
 CHECKSUM = "xxh3_128"  # key in a manifest; five times as fast as zlib's CRC-32
 _BLOCK = 1 << 20  # bytes; stays in the cache
+_NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)  # fsync is not supported
 _SMALL_WRITES = 1 << 16  # bytes that are collected; larger blocks are written directly
 
 
@@ -44,7 +46,7 @@ def write_checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def verify_zip(archive: Path | IO[bytes]) -> None:
-    """Check the CRCs of a zip file, which torch.load does not do; raise DamagedCheckpoint."""
+    """Raise DamagedCheckpoint if a CRC in a zip file is wrong, which torch.load does not check."""
     try:
         with zipfile.ZipFile(archive) as file:
             damaged = file.testzip()
@@ -55,7 +57,7 @@ def verify_zip(archive: Path | IO[bytes]) -> None:
 
 
 def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Read the state in a file; raise DamagedCheckpoint if that fails.
+    """Read the state in a file, onto the CPU; raise DamagedCheckpoint if that fails.
 
     Args:
         path: The checkpoint file.
@@ -75,7 +77,11 @@ def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read a manifest; raise DamagedCheckpoint if that fails."""
+    """Return the content of a manifest; empty if it is missing or no JSON.
+
+    Raises:
+        DamagedCheckpoint: If it is not a regular file or too large.
+    """
     try:
         return read_json(path)
     except UnreadableFile as error:
@@ -87,7 +93,7 @@ def verify(path: Path, manifest: Any, *, content: bool = True) -> None:
 
     Args:
         path: The file.
-        manifest: Its expected length ``bytes`` and checksum ``xxh3_128``.
+        manifest: Dict with its expected length ``bytes`` and checksum ``xxh3_128``.
         content: Compare the checksum in addition to the length.
 
     Raises:
@@ -134,9 +140,15 @@ class _Checked(io.RawIOBase):
 
 
 def sync(path: Path) -> None:
-    """Fsync a file or folder."""
+    """Fsync a file, or a folder if its file system supports that.
+
+    Some network and FUSE file systems sync files but no folders.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_SYNC or not path.is_dir():
+            raise
     finally:
         os.close(handle)

@@ -56,7 +56,7 @@ def fetch_run(
 
     Returns:
         The files at the address, each with the stamp of its local copy, or (0, 0) if the copy
-            differs or is missing.
+        differs or is missing.
 
     Raises:
         UserError: If a file cannot be read.
@@ -79,7 +79,7 @@ def fetch_run(
 
 
 def local_run(address: str, *, num_checkpoints: int | None = 0) -> str:
-    """Return a local copy of the run at a remote address; other paths are returned unchanged.
+    """Return the path of a local copy of the run at a remote address; other paths are unchanged.
 
     Args:
         address: Path or address of a run.

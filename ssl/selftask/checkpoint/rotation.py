@@ -60,7 +60,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Return the step after which a checkpoint was saved."""
+    """Return the step after which a checkpoint was saved, from its name."""
     return int(path.stem.removeprefix("step_"))
 
 

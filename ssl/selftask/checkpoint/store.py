@@ -31,7 +31,7 @@ from selftask.checkpoint.nested import check_plain
 from selftask.checkpoint.rotation import MANIFEST, NAME, checkpoints, clear
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.errors import UserError, explained
-from selftask.files.addresses import fetch
+from selftask.files.addresses import fetch, is_remote, list_names
 from selftask.files.paths import is_file
 from selftask.files.received import UnreadableFile, check_regular, read_bytes
 from selftask.files.replace import replacing, write_durably
@@ -57,7 +57,7 @@ def save(
     durable: Sequence[Path] = (),
     kept: Kept | None = None,
 ) -> Path:
-    """Write ``folder/step_N.pt``; a kill at any instant leaves it complete or absent.
+    """Write ``folder/step_N.pt`` and return its path; a kill leaves it complete or absent.
 
     The steps are: temporary file, fsync, rename, fsync of the folder. A small JSON file next to it
     has length and checksum.
@@ -82,7 +82,7 @@ def save(
 
 
 def write(state: dict[str, Any], folder: Path, step: int, *, durable: Sequence[Path] = ()) -> Path:
-    """Write a plain state as ``save`` does, without removing other checkpoints.
+    """Write a plain state as ``save`` does, without removing other checkpoints; return the path.
 
     Args:
         state: As for ``save``, but not checked.
@@ -133,7 +133,7 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
     if resume == "auto" or (saved and path.resolve().parent != folder.resolve()):
         return load_newest(folder, read, saved if world_size() > 1 else None)
     if path.is_dir() and not (path / MANIFEST).exists():
-        raise UserError(f"resume={resume}: {_instead_of_folder(path)}")
+        raise UserError(f"resume={resume}: {_instead_of_folder(resume, path)}")
     _seen_by_all([path], path.parent)
     try:
         return read(path), path
@@ -181,9 +181,19 @@ def load_with(entries: Mapping[str, type], path: Path, read: Read | None = None)
     return state
 
 
-def _instead_of_folder(path: Path) -> str:
-    """Return a hint for a folder that is not a sharded checkpoint."""
-    there = checkpoints(path) or checkpoints(path / "checkpoints")
+def _instead_of_folder(resume: str, path: Path) -> str:
+    """Return a hint for a folder that is not a sharded checkpoint.
+
+    Args:
+        resume: Its path or address.
+        path: Its path, or that of a local copy without its checkpoints.
+    """
+    if is_remote(resume):
+        folders = [resume.rstrip("/"), f"{resume.rstrip('/')}/checkpoints"]
+        listed = [f"{folder}/{name}" for folder in folders for name in list_names(folder)]
+        there = [name for name in listed[::-1] if NAME.fullmatch(name.rpartition("/")[2])]
+    else:
+        there = [str(p) for p in checkpoints(path) or checkpoints(path / "checkpoints")]
     hint = f"name one of its checkpoints, such as {there[0]}" if there else "there is none in it"
     return f"is a folder and not a checkpoint; {hint}"
 

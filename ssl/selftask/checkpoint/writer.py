@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from selftask.checkpoint import rotation, store
 from selftask.checkpoint.kept import Kept
@@ -34,8 +35,8 @@ LONG_WAIT_S = 0.1  # longer waits are logged, once
 class CheckpointWriter:
     """Writer of the checkpoints of one run to ``folder``, one at a time.
 
-    A failed write is logged immediately and raised by the next ``save`` or ``wait``. The thread is
-    not a daemon, so Python exits only after it has ended.
+    A write that fails in the background is logged immediately, and raised by the next ``save`` or
+    ``wait``. The thread is not a daemon, so Python exits only after it has ended.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class CheckpointWriter:
         Args:
             folder: Folder of the checkpoints.
             keep: Number of newest checkpoints to keep.
-            background: Write in a thread; False to write before ``save`` returns.
+            background: If True, write in a thread; if False, before ``save`` returns.
             durable: Files to which a state refers (``metrics.jsonl``), synced before its file gets
                 its final name.
         """
@@ -150,14 +151,8 @@ class CheckpointWriter:
 
     def _check_space(self, state: dict[str, Any]) -> None:
         """Raise OSError before writing a file that does not fit on the disk."""
-        needed = 0
-
-        def count(tensor: Tensor, path: Keys) -> Tensor:
-            nonlocal needed
-            needed += tensor.numel() * tensor.element_size()
-            return tensor
-
-        map_tensors(count, state)
+        tensors = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if needed > free:
@@ -189,7 +184,7 @@ class HostBuffers:
 
         Returns:
             The copy, and events to wait for before reading copies of GPU tensors. Copies are queued
-                on the current stream, so training may continue and change the state.
+            on the current stream, so training may continue and change the state.
         """
         before, self._buffers = self._buffers, {}
         copies: dict[Any, Tensor] = {}  # tied tensors are copied and stored once

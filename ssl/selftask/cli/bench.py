@@ -23,7 +23,7 @@ BENCHMARKS = ("data",)
 
 
 def main(argv: list[str]) -> int:
-    """Measure the speed of data loading; print the results and advice."""
+    """Measure the speed of data loading; print the results with advice, or as JSON."""
     words, options = take_options(argv, OPTIONS)
     named = words[0] if words else ""
     check_known(named, BENCHMARKS, f"there is no benchmark {named!r}")

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check_all(settings: list[str], ranks: list[int], steps: int) -> int:
-    """Check every registered method, including those of the user's modules."""
+    """Check every registered method, also those of the user's modules; return the exit code."""
     from selftask.config.extensions.imports import import_entry_points
 
     import_entry_points()
@@ -104,6 +104,10 @@ def load(name: str, settings: list[str]) -> Config:
     """Return the config of a recipe, or of a method without a recipe.
 
     The data set is the digits unless ``settings`` name another; no image is read.
+
+    Args:
+        name: Name of the method or recipe, or path of a recipe.
+        settings: ``key=value`` words.
     """
     from selftask.config.compose import recipes
     from selftask.config.compose.recipes import is_recipe_file
@@ -153,7 +157,7 @@ def _verdict(small: Config, report: Report, ranks: list[int]) -> str:
     if report.silent:
         lines.append(
             f"DIFFERENT: {name} declares loss_reduction = {reduction!r}, but its loss exchanges "
-            'nothing between ranks; if it needs nothing of other samples, declare "samples"'
+            'nothing between ranks; if it is a mean of independent samples, declare "samples"'
         )
     if different:
         first = min(different, key=lambda row: row.step)  # for equal steps, the first row
@@ -177,44 +181,45 @@ def _hint(first: Row, reduction: str, draws: list[str], *, resumed_only: bool) -
     Args:
         first: The row.
         reduction: The method's ``loss_reduction``.
-        draws: Global generators that a step uses.
+        draws: Names of the global random generators that a step uses.
         resumed_only: Whether only the resumed run differs.
     """
     if first.difference < 1e-5:
-        return "(so small: something computes in float32; models.precision.to_float32 helps)"
+        return "(so small: something computes in float32; see models.precision.to_float32)"
     if resumed_only and first.quantity != "samples":
         return (
-            "(only the resumed run differs: state that is not saved? a plain attribute is not; "
-            "make it a buffer (register_buffer), a parameter or a sub-module of the method)"
+            "(only the resumed run differs: is there state that is not saved? plain attributes are "
+            "not; make them buffers (register_buffer), parameters or sub-modules of the method)"
         )
     if draws and first.quantity != "samples":
         return (
-            f"(a draw that differs: a step uses the global generator of {' and '.join(draws)}, "
-            "which ranks seed differently; take selftask.random.keyed.uniform for draws of a "
-            "sample and batch_uniform for those of a batch; nn.Dropout is drawn per sample, "
-            "F.dropout is not)"
+            f"(random numbers differ: a step uses the global generator of {' and '.join(draws)}, "
+            "which each rank seeds differently; use selftask.random.keyed.uniform for draws per "
+            "sample and batch_uniform for draws per batch; selftask draws nn.Dropout per sample, "
+            "but not F.dropout)"
         )
     if first.quantity in ("samples", "inputs"):
         return (
-            "(what is drawn for a sample must be a function of (seed, epoch, sample): "
-            "selftask.random.keyed.uniform on the device, the generator that a transform is given)"
+            "(the draws for a sample must depend on (seed, epoch, sample) only: use "
+            "selftask.random.keyed.uniform on the device, and in a transform the generator that "
+            "it is given)"
         )
     if first.quantity == "method":
         return (
-            "(loss and gradients of this step are the same: state that is not reduced? what the "
-            "method remembers must be of all ranks, in the order of the global batch: "
-            "all_gather_cat, all_reduce_mean in selftask.distributed.collectives)"
+            "(loss and gradients of this step are the same: is there state that is not reduced? "
+            "state must be updated from all ranks, in the order of the global batch: see "
+            "all_gather_cat and all_reduce_mean in selftask.distributed.collectives)"
         )
     if first.quantity in ("loss", "terms", "gradients") and reduction == "samples":
         return (
-            "(a sum that is not made: a loss that looks at other samples of the batch? see "
-            "gather_cat_with_grad and sum_with_grad in selftask.distributed.collectives, and "
-            "declare what it does)"
+            "(a missing sum over ranks: does the loss of a sample depend on others of the batch? "
+            "then use gather_cat_with_grad or sum_with_grad of selftask.distributed.collectives, "
+            "and declare loss_reduction accordingly)"
         )
     return (
-        "(a sum that is not made: is each sum over the batch made with sum_with_grad, each "
-        "comparison with gather_cat_with_grad of selftask.distributed.collectives, and is the loss "
-        "a mean over this rank's samples, or the same on all ranks?)"
+        "(a missing sum over ranks? sums over the batch need sum_with_grad, comparisons of its "
+        "samples gather_cat_with_grad, both of selftask.distributed.collectives; the loss must be "
+        "a mean over this rank's samples, or the same on all ranks)"
     )
 
 

@@ -56,7 +56,10 @@ def _rows(run: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _metrics(run: Path, kept: Kept) -> dict[int, str]:
-    """Return texts by step: the metric of ``train.keep_best``, or else all ``top1`` metrics."""
+    """Return texts by step: the metric of ``train.keep_best``, or else all ``top1`` metrics.
+
+    Steps without one are missing.
+    """
     from selftask.logs.drawn_rows import read_drawn_rows
     from selftask.report.record_forms import numeric_rows
 

@@ -24,7 +24,7 @@ SOURCE is what data= takes: a folder, list.txt, x.npz, torchvision:CIFAR10, pack
 
 
 def main(argv: list[str]) -> int:
-    """Run ``data check``, ``stats`` or ``show``."""
+    """Run ``data check``, ``stats`` or ``show``, or print the usage; return the exit code."""
     if not argv or argv[0] in HELP:
         print(USAGE)
         return 0

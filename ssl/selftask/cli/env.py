@@ -31,7 +31,7 @@ REQUIRED = (
 
 
 def main(argv: list[str]) -> int:
-    """Print versions, devices and supported features; test collectives if requested."""
+    """Print versions, devices and supported features; with ``--collectives``, test collectives."""
     words, options = take_options(argv, {"--collectives": bool})
     if words:
         raise UserError(f"env takes no arguments, got {' '.join(words)!r}\n{USAGE}")
@@ -90,7 +90,7 @@ def _devices(torch: Any) -> Iterator[tuple[str, str]]:
 
 
 def _precisions(torch: Any, cuda: bool) -> Iterator[str]:
-    """Yield the values of ``train.precision`` that the default device supports."""
+    """Yield the values of ``train.precision`` that the GPU, or else the CPU, supports."""
     yield "float32"
     if not cuda:
         from selftask.distributed.device import bfloat16_instructions

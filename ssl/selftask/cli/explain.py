@@ -22,7 +22,7 @@ other frameworks give them (base_lr)."""
 
 
 def main(argv: list[str]) -> int:
-    """Print all explanations of each word."""
+    """Print all explanations of each word; return 2 without words."""
     if not argv:
         print(USAGE)
         return 2
@@ -41,8 +41,12 @@ def main(argv: list[str]) -> int:
 def explanations(word: str, width: int = 100) -> Iterator[str]:
     """Yield a text for each key, registered name, column, event or file called ``word``.
 
-    For a section, another text has all keys in it. Without a key of exactly this name, keys that
-    end with it, and those that other frameworks call so, are explained.
+    For a section, another text has all keys in it. If no key has exactly this name, keys that end
+    with it, and those with this name in other frameworks, are explained.
+
+    Args:
+        word: A word of the command line.
+        width: Width of the text in characters; at least 40 are used.
     """
     entries, keys = _things_and_keys()
     exact = [key for key in keys if key.key == word]
@@ -69,7 +73,7 @@ def known_words() -> set[str]:
 
 
 def _things_and_keys() -> tuple[list[NamedEntry], list[KeyEntry]]:
-    """Return all registered names, and all keys of a config."""
+    """Return all registered names, and all keys of a config with those of components."""
     from selftask.config.reference import all_named, config_keys
 
     entries = list(all_named())

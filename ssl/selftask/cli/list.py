@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def overview(width: int) -> list[str]:
-    """Return lines with the number of recipes and, wrapped to ``width``, all other names."""
+    """Return lines with the number of recipes and, wrapped to ``width`` characters, other names."""
     margin = max(map(len, KINDS)) + 2
     number = sum(map(len, recipe_rows().values()))
     lines = [f"{'recipes':<{margin}}{number}: METHOD/digits, METHOD/images, and others"]
@@ -61,7 +61,10 @@ def overview(width: int) -> list[str]:
 
 
 def name_rows(registry: Registry) -> Mapping[str, list[Row]]:
-    """Return the rows of a registry, grouped by the titles of its sub-packages."""
+    """Return the rows of a registry, grouped by the title of their sub-package.
+
+    The title is empty for modules outside of sub-packages.
+    """
     groups: dict[str, list[Row]] = {"": []}  # the package itself comes first
     for name in registry:
         address = registry.address(name)
@@ -74,7 +77,10 @@ def name_rows(registry: Registry) -> Mapping[str, list[Row]]:
 
 
 def recipe_rows() -> Mapping[str, list[Row]]:
-    """Return the rows of all recipes, in one group; the summary is the start of the header."""
+    """Return the rows of all recipes, in one group.
+
+    The summary is the header up to the first line, from the second on, that ends with a full stop.
+    """
     from selftask.config.compose.recipes import available
 
     rows = []

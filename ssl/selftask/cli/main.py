@@ -75,7 +75,11 @@ key=value sets anything in it: train.epochs=10, optimizer=sgd, data=FOLDER_OF_IM
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code, which is 2 for an error that the user must fix."""
+    """Run one command and return its exit code, see ``errors.EXIT_CODES``.
+
+    Args:
+        argv: The name of the command and its words; None: ``sys.argv``.
+    """
     _open_missing_streams()
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["help"]:
@@ -106,7 +110,11 @@ def _answer(argv: list[str]) -> int:
 
 
 def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Return the exit code of ``command(argv)``; print known errors instead of raising them."""
+    """Return the exit code of ``command(argv)``; print known errors instead of raising them.
+
+    These are errors of the user, of a run, of memory and of the system, and Ctrl-C. Other errors
+    are raised.
+    """
     try:
         return command(argv)
     except UserError as error:

@@ -34,12 +34,18 @@ def run_subcommand(commands: Mapping[str, tuple[str, str]], argv: list[str]) -> 
 
 
 def is_setting(word: str) -> bool:
-    """Return whether a word is ``key=value``, and not an existing path or ``RUN@STEP``."""
+    """Return whether a word contains ``=`` and is no existing path, with or without ``@STEP``."""
     return "=" in word and not (exists(word) or exists(word.rpartition("@")[0] or word))
 
 
 def needs_first(words: list[str], message: str, usage: str) -> None:
-    """Raise UserError with ``message`` unless the first word names a run or a recipe."""
+    """Raise UserError with ``message`` if there is no first word or it is ``key=value``.
+
+    Args:
+        words: Words of the command line.
+        message: Beginning of the message, such as ``train needs a RECIPE``.
+        usage: Usage text, which is appended.
+    """
     if not words or is_setting(words[0]):
         raise UserError(f"{message} before any key=value\n{usage}")
 
@@ -75,7 +81,7 @@ def take_options(argv: list[str], types: Mapping[str, type]) -> tuple[list[str],
         if not text:
             raise UserError(f"{name} needs a value")
         if types[name] is int and not text.isdecimal():
-            raise UserError(f"{name} {text}: expected a positive whole number, such as 4")
+            raise UserError(f"{name} {text}: expected 0 or a positive whole number, such as 4")
         options[name] = types[name](text)
     return words, options
 
@@ -86,6 +92,9 @@ def take_keys(words: list[str], defaults: Mapping[str, str]) -> tuple[list[str],
     Args:
         words: Words of the command line.
         defaults: Value of each key that is not given.
+
+    Returns:
+        The other words, and the value of each key.
 
     Raises:
         UserError: If there is no such key.
@@ -110,7 +119,7 @@ def take(name: str, words: list[str]) -> tuple[str | None, list[str]]:
 
 
 def refuse_ranks(command: str) -> None:
-    """End this process if it is one of several ranks: UserError on rank 0, exit on the others.
+    """End this process if it is one of several ranks: UserError on rank 0, exit code 2 on others.
 
     Args:
         command: Name of the command, for the message.

@@ -24,7 +24,7 @@ KNOWN: dict[str, type] = {"--json": bool, "--measure": bool}
 
 
 def main(argv: list[str]) -> int:
-    """Print the plan of a recipe."""
+    """Print the plan of a recipe; if it does not fit into ``memory``, also changes that help."""
     words, options = take_options(argv, KNOWN)
     needs_first(words, "plan needs a RECIPE", USAGE)
     from selftask.config.load import load_config

@@ -40,7 +40,7 @@ images."""
 
 
 def main(argv: list[str]) -> int:
-    """Write the page, and print the verdict and the path of the page."""
+    """Write the page, and print its path after a verdict on one run or a comparison of several."""
     words, trust = take_trust(argv)
     out, words = take("out", words)
     asked, words = take("images", words)
@@ -80,7 +80,10 @@ def main(argv: list[str]) -> int:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """Return ``folder`` if it is a run folder, or else all run folders below it."""
+    """Return ``folder`` if it is a run folder, or else all run folders below it.
+
+    Raises UserError if there is none.
+    """
     from selftask.report.overview.find import find_runs
     from selftask.report.record import is_run
 
@@ -122,7 +125,10 @@ def _compare(folders: list[Path], out: Path | None, sort: str) -> int:
 
 
 def _image_sections(run: Path, asked: str, *, trust: bool) -> list[Section]:
-    """Return the sections with images, none for ``images=false``; print progress to stderr."""
+    """Return the sections with images; print progress to stderr.
+
+    ``asked`` is the value of ``images=``: ``true``, ``false`` (no sections) or a number of images.
+    """
     if asked == "false":
         return []
     if asked != "true" and not asked.isdecimal():

@@ -20,7 +20,7 @@ SHOWN = 20  # largest number of differences printed for a topic
 
 
 def main(argv: list[str]) -> int:
-    """Print the differences and the commands that repeat the run."""
+    """Print the differences and the commands that repeat the run; return 1 if anything differs."""
     words, trust = take_trust(argv)
     typed = [word for word in words if word.startswith("import=")]
     words = [word for word in words if word not in typed]

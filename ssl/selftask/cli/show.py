@@ -45,7 +45,10 @@ def _take_other(argv: list[str]) -> tuple[list[str], str | None]:
 
 
 def _load(recipe: str, overrides: list[str]) -> Config:
-    """Return a config; if only ``data`` is missing, print a note and use ``data=FOLDER``."""
+    """Return a config; if ``data`` is missing and nothing else is wrong, use ``data=FOLDER``.
+
+    A note about this is printed to stderr.
+    """
     from selftask.config.load import load_config
 
     try:

@@ -20,7 +20,10 @@ launch.parallel_runs=2 trains two at a time.
 
 
 def main(argv: list[str]) -> int:
-    """Check the config and the data before torch is imported, then train."""
+    """Check the config and the data before torch is imported, then train; return the exit code.
+
+    Runs of a sweep, and the ranks of ``launch.processes``, are started as processes of their own.
+    """
     needs_first(argv, "train needs a RECIPE", USAGE)
     from selftask.config.checks.locations import check_not_moved
     from selftask.config.compose.sweep import expand_sweep

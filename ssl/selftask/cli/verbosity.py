@@ -17,7 +17,7 @@ _SHOWN = ("torch", "torchvision", "timm", "numpy", "hydra-core", "submitit")
 
 
 def take_verbosity(argv: list[str]) -> tuple[list[str], str | None]:
-    """Return the other words, and ``quiet``, ``verbose`` or None.
+    """Return the words without these options, and ``quiet``, ``verbose`` or None.
 
     Raises:
         UserError: If both options are given.
@@ -29,7 +29,7 @@ def take_verbosity(argv: list[str]) -> tuple[list[str], str | None]:
 
 
 def print_versions() -> None:
-    """Print the versions of selftask and its dependencies to stderr, if verbose."""
+    """Print the versions of selftask, Python and the main dependencies to stderr, if verbose."""
     if not is_verbose():
         return
     import platform

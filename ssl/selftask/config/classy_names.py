@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 
 from selftask.config.torch_names import is_torch_name
-from selftask.errors import nearest
+from selftask.errors import close_name, nearest
 
 CLASSY_KINDS = {"hook": "hooks", "meter": "meters", "optimizer": "optim", "schedule": "optim"}
 
@@ -28,8 +28,8 @@ def classy_has(kind: str, name: str) -> bool:
 def guest_problem(kind: str, name: str, registered: Iterable[str]) -> str | None:
     """Return the problem of a name that selftask does not register, or None if it is valid.
 
-    Names ``torch:NAME`` are not checked here. Names of Classy Vision are valid, except those of
-    hooks that selftask refuses.
+    The name ``torch:NAME`` of an optimizer is not checked here. Names of Classy Vision are valid,
+    except those of hooks that do not work here or need a missing package.
 
     Args:
         kind: Kind of the component, such as hook.
@@ -43,7 +43,7 @@ def guest_problem(kind: str, name: str, registered: Iterable[str]) -> str | None
 
         return classy.refusal(name) if kind == "hook" else None
     hint = nearest(name, registered)
-    if not hint.startswith("did you mean"):
+    if close_name(name, registered) is None:
         hint += f"; your own needs import=[ITS_MODULE], with @register_{kind}({name!r}) in it"
     if kind in CLASSY_KINDS:
         hint += "; Classy Vision's are written classy:NAME"

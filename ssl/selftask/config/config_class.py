@@ -19,6 +19,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from functools import cache
+from threading import RLock
 from typing import Any
 
 from selftask.config import field_docs
@@ -32,16 +33,20 @@ from selftask.registry.class_source import (
     module_source,
 )
 
+_READING = RLock()  # threads share the namespaces of modules
+
 
 def config_class(registry: Registry, name: str) -> type | None:
     """Return the config dataclass of a component, or None if it has nothing to configure.
 
-    The dataclass is the nested ``Config``, or the component itself if it is a dataclass.
+    The dataclass is the nested ``Config``, or the component itself if it is a dataclass. Without an
+    import of the component's module, it has only fields, ``problems`` and what ``problems`` uses.
     """
     entry = registry.entry(name)
     if isinstance(entry, ClassSource):
         source = entry.config()
-        return None if source is None else _read(source)
+        with _READING:
+            return None if source is None else _read(source)
     config = getattr(entry, "Config", None)
     is_its_own = config is None and dataclasses.is_dataclass(entry)
     return entry if is_its_own else config
@@ -61,7 +66,7 @@ def _read(source: ClassSource) -> type:
 
 
 class _Executed:
-    """A module whose statements are executed one by one, in a separate namespace."""
+    """A module whose statements are executed when they are needed, in a separate namespace."""
 
     def __init__(self, source: ModuleSource) -> None:
         self.source = source
@@ -73,7 +78,7 @@ class _Executed:
         return self._make(source, _reached_members([base.node for base in source.mro()]))
 
     def _make(self, source: ClassSource, members: set[str]) -> type:
-        """Execute a class and its bases, reduced to their fields and ``members``."""
+        """Execute a class and its bases, reduced to fields and ``members``; return the class."""
         node = source.node
         bases = [_executed(base.module)._make(base, members) for base in source.bases()]
         names = [f"_base_{number}" for number, _ in enumerate(bases)]

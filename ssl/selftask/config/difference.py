@@ -21,8 +21,8 @@ _ABSENT = object()
 def difference(config: Config, base: Config, recipe: str) -> str:
     """Return the yaml of a recipe that inherits ``recipe`` and results in ``config``.
 
-    A comment after each value shows the value that it replaces. The names of recipe and run folder
-    are omitted.
+    A comment after each value shows the value that it replaces. The keys ``recipe`` and ``out`` are
+    omitted.
 
     Args:
         config: The config to describe.
@@ -75,7 +75,7 @@ def _changes(
     """Yield key, value, and value in the base (or ``_ABSENT``) of each difference.
 
     Sections are compared key by key, lists as a whole. If the name of a component differs, all its
-    values are yielded, since its defaults differ.
+    own values are yielded, since its defaults differ. An entry that only the base has becomes None.
     """
     renamed = values.get("name") != base.get("name")
     for name, value in values.items():

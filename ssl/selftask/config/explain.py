@@ -14,7 +14,10 @@ COLUMN = 48  # column in which the origins begin, unless a value is longer
 
 
 def explain(config: Config) -> str:
-    """Return ``config.yaml`` with the origin of each value: file:line, command line or default."""
+    """Return the text of ``config.yaml``, with the origin of each value as a comment.
+
+    The origin is ``file:line``, ``command line: ...`` or a default. Notes on the config come first.
+    """
     lines = [f"# note: {note}" for note in config.notes]
     for text, key in _lines(config.to_dict(), (), indent=0):
         origin = _origin(config, key)
@@ -25,8 +28,7 @@ def explain(config: Config) -> str:
 def explain_chosen(config: Config, *, without: str = "default") -> list[str]:
     """Return a line with dotted key, value and origin for each value that is not a default.
 
-    Values whose origin starts with ``without``, and values without an origin, such as ``recipe``,
-    are omitted.
+    Values whose origin starts with ``without``, and values without a recorded origin, are omitted.
     """
     lines = []
     for text, key in _lines(config.to_dict(), (), indent=0):
@@ -61,7 +63,7 @@ def _lines(value: dict[str, Any], key: Key, *, indent: int) -> Iterator[tuple[st
 
 
 def are_sections(value: Any) -> bool:
-    """Return whether a value is a list of sections, such as transforms."""
+    """Return whether a value is a nonempty list of sections, such as transforms."""
     return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
 
 

@@ -1,7 +1,7 @@
 """Descriptions of config keys: the docstring below each field of a config class.
 
-Keys are described nowhere else. Error messages, ``selftask explain`` and the reference of the
-documentation show these texts.
+Keys are described nowhere else. ``selftask explain`` and the reference of the documentation show
+these texts.
 """
 
 from __future__ import annotations

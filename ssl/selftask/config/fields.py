@@ -29,14 +29,15 @@ def setting(
     missing: str | None = None,
     also: Sequence[str] = (),
     tiny: Any = None,
+    auto: bool = False,
 ) -> Any:
     """Declare a field of a config class, as ``dataclasses.field`` does, with its limits.
 
     Limits of a list apply to each number in it.
 
     Args:
-        default: Default value; without it, the key is required.
-        min: Smallest allowed value.
+        default: Default value; without it, the key is required. A list or dict is copied.
+        min: Smallest allowed value; of a duration, in steps.
         above: Exclusive lower limit.
         below: Exclusive upper limit.
         max: Largest allowed value.
@@ -48,16 +49,18 @@ def setting(
             ``transforms``.
         flat: Whether the fields of the component are keys of the section itself.
         shared: Fields of this section that the component's section may set as well.
-        missing: Hint for the message if the value is missing.
+        missing: Hint for the message if the value is missing; null then counts as missing.
         also: Names of this field in other frameworks, for "did you mean".
         tiny: Value for the tiny recipes of ``selftask check`` and of tests, or a function of the
             batch size that returns it.
+        auto: Whether the key also takes ``auto``, and has it by default. It is resolved before the
+            section is read; ``default`` is for sections made in Python.
     """
     optional: dict[str, Any] = {"min": min, "above": above, "below": below, "max": max}
     optional |= {"of": of, "missing": missing, "tiny": tiny}
     metadata = {k: value for k, value in optional.items() if value is not None}
     metadata |= {"duration": duration, "rising": rising}
-    metadata |= {"path": path, "flat": flat, "nonempty": nonempty}
+    metadata |= {"path": path, "flat": flat, "nonempty": nonempty, "auto": auto}
     metadata |= {"also": tuple(also), "shared": tuple(shared)}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -71,7 +74,7 @@ def has_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """Return the default value of a field, or MISSING; lists and dicts are new copies."""
+    """Return the default value of a field, or None; lists and dicts are new copies."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
-    return field.default
+    return field.default if has_default(field) else None

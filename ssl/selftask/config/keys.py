@@ -40,7 +40,7 @@ def is_pipeline(path: Key) -> bool:
 
 
 def is_path(key: Key) -> bool:
-    """Return whether the value at a key is a path, so that any text is valid."""
+    """Return whether the value at a key is a path or a source, so that any text is valid."""
     if key in _PATHS or is_source(key):
         return True
     return key[-1] in PATH_FIELDS and is_source(key[:-1])
@@ -52,5 +52,5 @@ def is_source(key: Key) -> bool:
 
 
 def default_name(path: Key) -> str | None:
-    """Return the default ``name`` of an entry of ``NAMED_ENTRIES``, else None."""
+    """Return the default ``name`` of an entry of ``NAMED_ENTRIES``, which is its key, else None."""
     return path[-1] if path[:-1] in NAMED_ENTRIES else None

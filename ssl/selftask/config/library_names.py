@@ -26,7 +26,10 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def check_name(library: str, model: str) -> None:
-    """Raise UserError, with the nearest names, if the library has no such model."""
+    """Raise UserError, with the nearest name, if the library has no such model.
+
+    A tag of timm's weights, as in ``resnet50.a1_in1k``, is not checked.
+    """
     names = _imported_names(library) if f"{library}.models" in sys.modules else _read_names(library)
     architecture = model.partition(".")[0] if library == "timm" else model  # NAME.TAG: weights
     check_known(architecture, names, f"{library} has no model named {model!r}")

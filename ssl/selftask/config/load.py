@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from selftask.config.checks.contradictions import contradictions
-from selftask.config.checks.views import identical_views
+from selftask.config.checks.config_problems import config_problems
+from selftask.config.checks.views import empty_transforms, identical_views
 from selftask.config.compose import recipes
 from selftask.config.compose.overrides import (
     apply_overrides,
@@ -42,7 +42,8 @@ def load_config(
         overrides: ``key=value`` arguments that override the recipe.
         trust: False for the config of a run that is read and not trained, which may come from
             somebody else: code that it names is refused, ``${oc.env:NAME}`` and other resolvers
-            are errors, and its ``out``, ``resume`` and ``init`` are not looked up.
+            are errors, bases are not downloaded, and its ``out``, ``resume`` and ``init`` are not
+            looked up.
         typed: Arguments that the user typed, which may name code although ``trust`` is False.
             None: ``overrides``.
 
@@ -73,9 +74,9 @@ def load_config(
     problems += unreadable
     if problems or config is None:
         raise ConfigError(problems)
-    if conflicts := contradictions(config, is_trained=trust):
+    if conflicts := config_problems(config, is_trained=trust):
         raise ConfigError([layers.located(key, text) for key, text in conflicts])
-    config.notes.extend([*notes, *identical_views(config)])
+    config.notes.extend([*notes, *identical_views(config), *empty_transforms(config)])
     return config
 
 

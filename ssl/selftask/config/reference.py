@@ -48,7 +48,7 @@ _COUNTED = "Images|Samples|Steps|Epochs|Rows|Blocks|Channels|Tokens|Processes|Th
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """Description of one key of a config."""
+    """Description of one key of a config, as text."""
 
     key: str
     type: str
@@ -60,7 +60,7 @@ class KeyEntry:
 
     @property
     def unit(self) -> str:
-        """Unit of the value, from its type or description (``... in seconds``); may be empty."""
+        """Unit of the value, by its type or description (``... in seconds``); empty if unknown."""
         if "duration" in self.type:
             return "steps, epochs or %"
         match = re.search(rf"\bin (?:optimizer )?({_UNITS})\b", self.text)
@@ -98,7 +98,10 @@ def config_keys() -> list[KeyEntry]:
 
 
 def named(kind: str, name: str) -> NamedEntry:
-    """Return the description of a registered name; ``kind`` is plural, as in ``selftask list``."""
+    """Return the description of a registered name; ``kind`` is plural, as in ``selftask list``.
+
+    Raises UserError if there is no such name.
+    """
     registry = REGISTRIES[kind]
     address = registry.address(name)
     config = config_class(registry, name)
@@ -138,6 +141,8 @@ def _keys_of(config: type, prefix: str, without: tuple[str, ...] = ()) -> Iterat
 def _entry(key: str, field: dataclasses.Field[Any], kind: Any, text: str) -> KeyEntry:
     if _is_section(kind):
         default = ""
+    elif field.metadata.get("auto"):
+        default = "auto"
     else:
         default = _show(default_of(field)) if has_default(field) else REQUIRED
     limits = [
@@ -172,7 +177,7 @@ def _type(field: dataclasses.Field[Any], kind: Any) -> str:
         by_time = any(typing.get_origin(option) is dict for option in options)
         forms += ", or durations by time" if by_time else ""
         return f"{forms}{optional}"
-    return describe(kind, _show)
+    return describe(kind, _show) + (" or auto" if field.metadata.get("auto") else "")
 
 
 def _sections(kind: Any, key: str) -> Iterator[tuple[type, str]]:

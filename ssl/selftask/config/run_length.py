@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunLength:
-    """Length of a run, given by ``epochs``, ``max_steps`` or the shorter of both."""
+    """Length of a run, given by ``epochs``, ``max_steps`` or the shorter of both.
+
+    An epoch has ``num_samples`` samples in global batches of ``batch_size``; a last partial batch
+    is dropped.
+    """
 
     num_samples: int
     batch_size: int
@@ -44,6 +48,10 @@ class RunLength:
                 f"{plural('step', steps)}, and a phase at least one; set it to {steps} or less"
             )
         return length
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.batch_size * self.accumulate
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -71,13 +79,13 @@ class RunLength:
         return -(-self.total_steps // self.steps_per_epoch)
 
     def phases_before(self, batch: int) -> int:
-        """Return the number of train phases that end before batch number ``batch``."""
+        """Return the number of train phases that end before a batch, whose number counts from 0."""
         epoch, inside = divmod(batch, self.batches_per_epoch)
         steps = (inside // self.accumulate + 1) * self.phases_per_epoch
         return epoch * self.phases_per_epoch - (-steps // self.steps_per_epoch) - 1
 
     def first_batch(self, phase: int) -> int:
-        """Return the number of the first batch of a train phase, counted from 0."""
+        """Return the number of the first batch of a train phase; both are counted from 0."""
         epoch, part = divmod(phase, self.phases_per_epoch)
         step = part * self.steps_per_epoch // self.phases_per_epoch
         return epoch * self.batches_per_epoch + step * self.accumulate
@@ -103,7 +111,7 @@ class Clock:
 
     @property
     def step(self) -> int:
-        """Number of the step in progress, or else of the last one; the first step is 1."""
+        """Number of the step in progress, or else of the last one, from 1; 0 before the first."""
         return self.steps_done + self.in_step
 
     @property
@@ -113,7 +121,10 @@ class Clock:
 
     @property
     def where_of_epoch(self) -> float:
-        """``where`` at the start of this epoch, counting skipped steps; unchanged by a resume."""
+        """Progress at the start of this epoch, in [0, 1).
+
+        Unlike ``where`` it counts skipped steps, so that all steps of an epoch have one value.
+        """
         return min((self.batch - self.batch_in_epoch) / self.length.total_batches, 1.0 - 1e-9)
 
     @property
@@ -161,7 +172,7 @@ class Clock:
 
         Args:
             period: Length of a period, such as ``10 epochs``, ``5%`` or a number of steps.
-            start: When the first period starts.
+            start: Time at which the first period starts, in the same forms.
         """
         steps = self.steps_done - steps_in(start, self.length)
         return steps > 0 and steps % max(1, steps_in(period, self.length)) == 0
@@ -169,8 +180,8 @@ class Clock:
     def test_is_due(self, every: int, first: int = 1) -> bool:
         """Return whether a test phase is next.
 
-        There is one after every ``every`` train phases, from phase ``first`` on, and at the end of
-        the run.
+        There is one after every ``every`` train phases, once ``first`` of them are done, and at the
+        end of the run.
         """
         if self.batch == self.tested or not (self.between_phases or self.done):
             return False

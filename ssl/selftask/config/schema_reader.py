@@ -42,7 +42,7 @@ _IMPORT = Schema({"import": Config.__dataclass_fields__["imports"]}, {}, "")
 def read_config(
     values: dict[str, Any], layers: Layers, invalid: Collection[Key]
 ) -> tuple[Config | None, list[str]]:
-    """Return the config and all problems; the config is None if a section cannot be read.
+    """Return the config, or None if a field of it is invalid, and a message for each problem.
 
     Args:
         values: Plain values of all layers, merged.
@@ -83,14 +83,14 @@ class Reader:
         self.problems.append(self.layers.located(key, text))
 
     def mapping(self, value: Any, key: Key) -> dict[str, Any]:
-        """Return ``value``, or an empty dict if it is not a section; add a problem unless null."""
+        """Return ``value`` if it is a section, else an empty dict; add a problem unless null."""
         if value is None or isinstance(value, dict):
             return value or {}
         self.problem(key, f"{dotted(key)}={value!r}: expected a section of key: value pairs")
         return {}
 
     def section(self, kind: type[T], value: Any, key: Key) -> T | None:
-        """Return a section as its dataclass, or None if a part of it is invalid."""
+        """Return a section as the dataclass ``kind``, or None if one of its fields is invalid."""
         schema = Schema.of(kind)
         if kind is FrozenModule and isinstance(value, str):
             value = {"model": value}
@@ -106,7 +106,7 @@ class Reader:
     def _flat_section(
         self, kind: type[T], value: Any, flat: dataclasses.Field[Any], key: Key
     ) -> T | None:
-        """Return a section that also has the keys of its component, the field ``flat``."""
+        """Return a section in which the keys of the component in field ``flat`` are not nested."""
         ours = Schema.of(kind, without=[flat.name, "args"])
         component, read = self.component(value, REGISTRIES[flat.metadata["of"]], key, ours=ours)
         if component is None or len(read) < len(ours.fields):
@@ -124,7 +124,7 @@ class Reader:
             inner, kind = (*key, name), schema.types[name]
             is_set = values.get(name, MISSING) != MISSING
             value = values[name] if is_set else None
-            default = default_of(field) if has_default(field) else None
+            default = default_of(field)
             if isinstance(default, Component) and isinstance(value, dict | None):
                 value = {"name": default.name, **(value or {})}
             elif not is_set and has_default(field):
@@ -204,7 +204,7 @@ class Reader:
         return _WRONG if None in read else read
 
     def _named(self, value: Any, field: dataclasses.Field[Any], schema: Schema, key: Key) -> Any:
-        """Read a component, or a list or mapping of components."""
+        """Read a component, a schedule, or a list or mapping of components."""
         registry, kind = REGISTRIES[field.metadata["of"]], schema.types[field.name]
         self.note_place(key)
         if registry is SCHEDULES and typing.get_origin(kind) is not list:
@@ -259,7 +259,7 @@ class Reader:
             if other is not None:
                 section = self.section(other, value, key)  # type: ignore[arg-type]
                 return _WRONG if section is None else section
-            default = default_of(field) if has_default(field) else None
+            default = default_of(field)
             inherited = default if isinstance(default, dict) else {}
             return self._schedule({**inherited, **value}, field, key)
         if value is None and type(None) in options:

@@ -30,7 +30,8 @@ def torch_optimizer(name: str, args: dict[str, Any], params: Any) -> Any:
 
     Args:
         name: ``torch:NAME``.
-        args: Arguments of the optimizer. Lists become tuples, which torch requires for betas.
+        args: Arguments of the optimizer other than the parameters. Lists become tuples, which torch
+            requires for betas.
         params: Parameters or parameter groups.
 
     Raises:

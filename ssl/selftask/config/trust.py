@@ -23,6 +23,8 @@ _ADDRESSES = ("model", "dataset", "transform")
 def take_trust(words: list[str]) -> tuple[list[str], bool]:
     """Return the words without ``trust=``, and whether the last ``trust=`` was ``true``.
 
+    Without any the second result is False.
+
     Raises:
         UserError: If a value is neither ``true`` nor ``false``.
     """
@@ -34,7 +36,10 @@ def take_trust(words: list[str]) -> tuple[list[str], bool]:
 
 
 def code_in(values: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
-    """Yield key and address of all code that reading a config would import or call."""
+    """Yield key and address of all code that reading a config would import or call.
+
+    A ``trust: true`` inside the config counts as well, with ``true`` as its address.
+    """
     if isinstance(values, list):
         values = dict(enumerate(values))
     elif not isinstance(values, dict):
@@ -65,12 +70,13 @@ def refuse_code(
     if named:
         raise UserError(
             f"{received}: names code of its own, which reading it would run: {'; '.join(named)}. "
-            "If you trust where it comes from, add trust=true"
+            "If you trust where it comes from, add trust=true (in Python trust=True)"
         )
 
 
 def refuse_addresses(config: Config, *sections: str) -> None:
-    """Raise UserError if a received config has addresses that are not from the command line.
+    """Raise UserError if a received config has addresses (``s3://...``) from other origins than the
+    command line.
 
     Reading them would send requests to servers that the author of the config chose.
 

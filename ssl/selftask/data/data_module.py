@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,18 +40,24 @@ log = get_logger(__name__)
 class DataModule:
     """Data of a run on one rank.
 
-    Mistakes in the ``data:``, ``views:`` and ``eval.transforms`` sections raise UserError or
-    ConfigError here, before any worker is started.
+    Workers are started only when batches are requested.
 
     Args:
         config: Config of the run.
         sources: Opened data.
         world: This process.
         device: Device of the batches.
+
+    Raises:
+        UserError: If the data are invalid, or too many images are known to be unreadable.
+        ConfigError: If ``data``, ``views`` or ``eval.transforms`` are invalid for these data.
     """
 
     draw: Draw | None = None
-    """Function that draws for method and dropout layers; set before ``train_batches``."""
+    """Draws the random numbers of the method and of dropout layers for a batch; None: no draws.
+
+    It must be set before ``train_batches`` is called.
+    """
 
     def __init__(
         self, config: Config, sources: Sources, world: World, device: torch.device
@@ -66,7 +71,9 @@ class DataModule:
         sampler = check_data(config, self.train_source)
         out, files = config.out_folder, partial(BadFiles.of, data=config.data)
         self.val_bad_files = {
-            name: files(source, path=self._val_list(name), key=val_key(name))
+            name: files(
+                source, path=out / f"bad_files_val{name and f'_{name}'}.txt", key=val_key(name)
+            )
             for name, source in self.val_sources.items()
         }
         self.eval_pipeline = build_pipeline(
@@ -102,12 +109,15 @@ class DataModule:
 
     @property
     def num_images(self) -> int:
-        """Number of training images; every index is below it."""
+        """Number of training images; every index of a batch is below it."""
         return len(self.train_source)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Fingerprint of the training images, with the tokenizer if there are texts."""
+        """Fingerprint of the training images, with hashes of the contents of some.
+
+        It includes a description of the tokenizer if there are texts.
+        """
         prints = fingerprint(self.train_source)
         prints["contents"] = sample_contents(self.train_source)
         if "text" in extras_of(self.train_source).values():
@@ -116,7 +126,7 @@ class DataModule:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer that converts texts of the data to token ids."""
+        """Tokenizer of the data's texts; building it may raise UserError."""
         return build_tokenizer(self.config.data.tokenizer)
 
     def _extras_of(self, source: Source) -> ExtrasReader | None:
@@ -139,12 +149,12 @@ class DataModule:
 
     @property
     def num_test_batches(self) -> int:
-        """Number of batches in a test phase, the same on every rank."""
+        """Number of batches in a test phase, the same on every rank that has an image."""
         return len(self._test_parts())
 
     @property
     def has_test(self) -> bool:
-        """Whether ``data.val`` has the labels, or ``method.targets``, that a test phase needs."""
+        """Whether ``data.val`` has what a test phase needs: labels, or the ``method.targets``."""
         method, source = self.config.method, self.val_source
         if source is not None and "numbers" in required(method.name):
             return extras_of(source).keys() >= {*method.args["targets"]}
@@ -157,9 +167,9 @@ class DataModule:
 
     @property
     def loader_s(self) -> float | None:
-        """Mean seconds in which all workers together make a batch, from the last 16 batches.
+        """Mean seconds per batch of this rank's workers together, over the last 16 batches.
 
-        None without workers, and before the first batch.
+        None without workers and before the first batch.
         """
         batches = self.batches
         if not (batches.num_workers and batches.made_s):
@@ -167,7 +177,14 @@ class DataModule:
         return sum(batches.made_s) / len(batches.made_s) / batches.num_workers
 
     def train_batches(self, first: int) -> Iterator[Batch]:
-        """Yield the training batches from global batch number ``first`` on, without end."""
+        """Return an endless iterator over this rank's training batches.
+
+        Starts the workers at once. If ``data.cache`` is ``ram`` or ``disk``, the first call decodes
+        all images.
+
+        Args:
+            first: Number of the first global batch, counted over all epochs from 0.
+        """
         self._decode_once()
         self.batches.dataset.draw = self.draw
         self.batches.start(first)
@@ -213,17 +230,23 @@ class DataModule:
         yield from self._eval_batches(self.val_sources[name], self.val_bad_files[name])
 
     def chosen_samples(self, indices: np.ndarray, batch_size: int) -> Iterator[Batch]:
-        """Yield the training images at ``indices`` (N,) in batches, with evaluation transforms."""
+        """Yield the training images at ``indices`` (N,) in batches, with evaluation transforms.
+
+        Each rank gets all images of its own ``indices``, except unreadable ones. The last batch may
+        have fewer than ``batch_size``.
+        """
         batches = self._eval_batches(self._whole_images, self.batches.bad_files)
         batches.batches = in_batches(indices.tolist(), batch_size)
         yield from batches
 
     def val_batches(self, name: str = "") -> Iterator[Batch]:
-        """Yield batches of a validation set with the training views of epoch 0.
+        """Yield this rank's part of a validation set's batches, with training views of epoch 0.
 
-        Batches have the same size on every rank, as losses over all ranks require. Images beyond
-        the last full batch are dropped. The global batches are the same as on a single rank. The
-        set must have at least one image for each rank.
+        The global batches have ``train.batch_size`` images and do not depend on the number of
+        ranks. A set with fewer images is one smaller batch, whose size is a multiple of the number
+        of ranks. Images beyond the last full batch are dropped, and unreadable ones replaced. The
+        parts have the same size on every rank, as losses over all ranks require. The set must have
+        at least one image for each rank.
 
         Args:
             name: Name of the set in ``data.val_sets``; "" for ``data.val``.
@@ -237,15 +260,12 @@ class DataModule:
         batches.batches = parts[:, self.world.rank].tolist()
         yield from batches
 
-    def _val_list(self, name: str) -> Path:
-        """Return the path of the file that lists a validation set's unreadable images."""
-        return self.config.out_folder / f"bad_files_val{name and f'_{name}'}.txt"
-
     def test_batches(self) -> Iterator[Batch]:
-        """Yield batches of ``data.val``, which must be set, with extras and the view ``eval``.
+        """Return an iterator over this rank's batches of ``data.val``, with extras.
 
-        The view is made as in ``test_samples``. Every rank has the same number of batches, as
-        losses over all ranks require.
+        The only view, of the group ``eval``, is made by the evaluation transforms. ``data.val``
+        must be set and have at least one image for each rank. Every rank then has the same number
+        of batches, as losses over all ranks require.
         """
         source = self.val_source
         assert source is not None
@@ -288,7 +308,8 @@ class DataModule:
     def share_unreadable(self) -> None:
         """Give every rank the unreadable images of all ranks; every rank must call this method.
 
-        Raises UserError if there are more than ``data.max_unreadable`` allows.
+        Raises UserError if there are more than ``data.max_unreadable`` allows, or new ones although
+        ``data.on_error`` is ``fail``.
         """
         records = self._bad_files
         parts = gather_objects({key: files.unshared for key, files in records.items()})
@@ -310,7 +331,7 @@ class DataModule:
     def unreadable_state(self) -> dict[str, dict[str, str]]:
         """Return the unreadable images of each data set with their reasons, for a checkpoint.
 
-        Every rank must call this method.
+        Calls ``share_unreadable`` first, so every rank must call this method.
         """
         self.share_unreadable()
         return {key: dict(files.counted) for key, files in self._bad_files.items()}
@@ -330,7 +351,7 @@ class DataModule:
             files.restore(state.get(key, {}), write=first)
 
     def close(self) -> None:
-        """Stop the workers."""
+        """Stop the workers of the training batches."""
         self.batches.close()
 
 
@@ -342,7 +363,7 @@ def val_key(name: str) -> str:
 def train_dataset(
     config: Config, source: Source, extras: ExtrasReader | None = None
 ) -> ViewDataset:
-    """Build a dataset of training views; ``data.augment_on`` selects where they are made.
+    """Build a dataset of training views, made where ``data.augment_on`` says.
 
     Args:
         config: Config of the run.
@@ -350,7 +371,8 @@ def train_dataset(
         extras: Reader of texts and arrays, if the source has any.
 
     Raises:
-        ConfigError: If the config's views are not supported.
+        ConfigError: If there are no views, their transforms are invalid, or their draws are
+            requested but unknown.
     """
     views, seed = Views(config.views, channels_of(source)), config.train.seed
     recorder = _recorder(config, views)

@@ -60,8 +60,8 @@ class DrawRecorder:
     def row(self, images: Sequence[tuple[int, int]], traces: Sequence[Trace]) -> np.ndarray:
         """Return the numbers of one sample, float32 (N,).
 
-        They are, for each recorded view, the height and width of its image, the six entries of its
-        matrix and the numbers of its transforms.
+        They are, for each recorded view, the height and width of its image in pixels, the six
+        entries of ``Draws.matrix``, row by row, and the ``numbers`` of its transforms.
 
         Args:
             images: Height and width of each image of the sample: the main image, then those of
@@ -88,7 +88,7 @@ class DrawRecorder:
         return np.array(numbers, dtype=np.float32)
 
     def unpack(self, rows: Tensor) -> dict[str, list[Draws]]:
-        """Return the draws of a batch by group, from its rows (B, N)."""
+        """Return the draws of a batch, by group and for each of its views, from rows (B, N)."""
         groups: dict[str, list[Draws]] = {}
         start = 0
         for one in self.recorded:

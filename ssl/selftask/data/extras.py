@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from selftask.data.reading.class_numbers import NO_LABEL
-from selftask.data.reading.files import BadImage
 from selftask.data.source import ExtraKind, Source, Wrapped, channels_of
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 
 _NUMBERS = {"f": np.float32, "i": np.int64}  # dtype of values that are not arrays, by NumPy kind
 
@@ -22,7 +21,7 @@ class ExtrasReader:
 
     Args:
         kinds: Kind of each field to read, by name.
-        tokenizer: Function from a text to (L,) token ids; required if there are texts.
+        tokenizer: Function from a text to its token ids, int64 (L,); required if there are texts.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class ExtrasReader:
 
         Raises:
             BadImage: If a text is empty or the source cannot read a field.
-            UserError: If a value has the wrong type.
+            UserError: If a value is neither a text nor numbers, as its kind requires.
         """
         return {name: self._read(source, index, name) for name in self.kinds}
 

@@ -1,4 +1,7 @@
-"""Fingerprints of a source (number, names, labels, classes), to compare runs and ranks."""
+"""Fingerprints of a source (number, names, labels, classes, contents of some images).
+
+They are compared between runs and between ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.distributed.collectives import gather_objects, world_size
-from selftask.errors import UserError, plural
+from selftask.errors import BadImage, UserError, plural
 from selftask.random.splitmix import hash_words
 
 _SHOWN = 3  # maximum number of classes or images named in a message
@@ -26,7 +28,8 @@ def fingerprint(source: Source) -> dict[str, Any]:
 
     Returns:
         ``count``: number of images; ``names``: hash of their names, in order; ``labels``: hash of
-        their labels, or None; ``classes``: names of the classes by number, or None.
+        their labels, None if unknown before reading; ``classes``: names of the classes by number,
+        None or empty if they have none.
     """
     names = hashlib.blake2b(digest_size=16)
     source.hash_names(names.update)
@@ -43,7 +46,10 @@ def fingerprint(source: Source) -> dict[str, Any]:
 
 
 def sampled(count: int) -> list[int]:
-    """Return the indices of the images whose content is compared, at most SAMPLED of ``count``."""
+    """Return the sorted indices of the images whose content is compared.
+
+    They depend only on ``count``, the number of images: at most SAMPLED of them.
+    """
     if count <= SAMPLED:
         return list(range(count))
     return sorted({hash_words(number) % count for number in range(SAMPLED)})
@@ -76,7 +82,9 @@ def differences(
     path: Callable[[int], str] = "image {}".format,
     when: tuple[str, str] = ("before", "now"),
 ) -> list[str]:
-    """Return how two fingerprints differ, one phrase per difference.
+    """Return how two fingerprints differ, one phrase per difference; empty if there is none.
+
+    If the counts or the names differ, only the classes are compared further.
 
     Args:
         before: Earlier fingerprint, perhaps of an older version of selftask. Contents are compared

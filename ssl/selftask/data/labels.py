@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 
 from selftask.data.reading.class_numbers import NO_LABEL
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
-from selftask.errors import UserError, nearest
+from selftask.errors import BadImage, UserError, nearest
 from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 MAX_CLASSES = 10_000_000  # the largest label sets the number of rows in every head
 
 
@@ -31,6 +33,16 @@ def check_labels(source: Source) -> None:
             )
 
 
+def split_problems(names: Iterable[object] | None) -> Iterator[str]:
+    """Yield a problem if all classes have names of parts of a data set, such as train and test."""
+    found = {str(name).lower() for name in names or ()}
+    if len(found) > 1 and found <= _SPLITS:
+        yield (
+            f"data: its classes are {', '.join(sorted(found))}: these are parts of a data set; "
+            "name the parts themselves, such as data=DIR/train data.val=DIR/val"
+        )
+
+
 def count_unlabeled(source: Source) -> int:
     """Return the number of images without a label.
 
@@ -39,6 +51,8 @@ def count_unlabeled(source: Source) -> int:
     """
     if source.labels is not None:
         return int((source.labels < 0).sum())
+    if not source.is_readable:
+        return 0
     for index in range(len(source)):
         try:
             return 0 if source[index][1] >= 0 else len(source)
@@ -59,9 +73,9 @@ def _has_labels(source: Source) -> bool:
 def align_classes(source: Source, model: Source, key: str) -> None:
     """Renumber the classes of ``source`` so that equal names have the same number as in ``model``.
 
-    Each source numbers its own classes. If one of the sources lacks a class, all its later numbers
-    would be shifted. Nothing is changed if one of the sources has no class names. If its labels are
-    numbers, this is logged as a warning.
+    Each source numbers its own classes, so a class that is missing in ``source`` would shift all
+    later numbers. Nothing is changed if one of the sources has no class names. If that one has
+    labels, which are then numbers, and the other too, a warning is logged.
 
     Args:
         source: Source to renumber.

@@ -36,5 +36,5 @@ class Relabeled(Wrapped):
 
 
 def relabeled(source: Source, kind: str) -> Source:
-    """Return the source with the labels that ``data.relabel`` selects."""
+    """Return the source with the labels that ``data.relabel`` selects; ``no`` keeps them."""
     return source if kind == "no" else Relabeled(source, kind)  # type: ignore[arg-type]

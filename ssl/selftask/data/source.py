@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from selftask.data.reading.class_numbers import NO_LABEL
-from selftask.data.reading.files import BadImage
+from selftask.errors import BadImage
 
 ExtraKind: TypeAlias = Literal["image", "text", "array"]
 
@@ -18,21 +18,23 @@ _HASHED = 100_000  # approximate limit of hashed names: a fraction of a second
 
 
 class Source(ABC):
-    """Map-style set of images: torch-free, picklable and the same in every process.
+    """Map-style set of images: picklable, the same in every process, and without torch.
 
     ``source[i]`` is ``(image, label)``. The image is a uint8 array (H, W, C) that callers must not
     modify in place. C is ``channels``; three channels are red, green and blue. The label is an
     int, -1 if there is none. A sample may have extra fields: ``extras`` names extra images, texts
     (a caption) and arrays (a time, a mask), which ``extra(i, name)`` returns.
 
-    Reading raises BadImage if an image or field cannot be read. The keys of the ``data:`` section
-    are the fields of a registered source, if it is a dataclass, or of its nested dataclass
-    ``Config``, which ``__init__`` gets. Opening a source raises UserError.
+    A registered source is a dataclass, whose fields are the keys of the ``data:`` section, or has a
+    nested dataclass ``Config`` with these fields. ``__init__`` then takes a ``Config``. It raises
+    UserError if the data cannot be opened. Reading raises BadImage if an image or an extra field
+    cannot be read.
     """
 
     channels: int = 3  # of every image
     labels: Any = None  # (N,) int64 if known without reading an image, else None
     extras: Mapping[str, ExtraKind] = {}  # kind of each extra field, by name; never modified
+    is_readable: bool = True  # False if only the number of images is known
     _classes: Sequence[str] | None = None  # class names by number
 
     @abstractmethod
@@ -41,24 +43,31 @@ class Source(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """Return image and label; raises BadImage."""
+        """Return the image, uint8 (H, W, C), and its label; raises BadImage if it is unreadable."""
 
     def extra(self, index: int, name: str) -> Any:
-        """Return one of the ``extras`` of a sample; raises BadImage, or KeyError for another name.
+        """Return an extra field of a sample; ``name`` is a key of ``extras``.
 
         Returns:
             For an image, uint8 (H, W, C) as in ``source[index]``. For a text, a str; an empty one
             counts as unreadable. For an array, a number or an array of one shape in all samples.
+
+        Raises:
+            BadImage: If the field cannot be read.
+            KeyError: If the source has no extra fields.
         """
         raise KeyError(name)
 
     def cut(self, index: int, image: np.ndarray) -> np.ndarray:
-        """Crop the image of a file, (H, W, C), to the part that a sample shows, (H', W', C)."""
+        """Return the part (H', W', C) of a file's image (H, W, C) that a sample shows.
+
+        By default, this is the whole image.
+        """
         return image
 
     @abstractmethod
     def path(self, index: int) -> str:
-        """Return a name of the image for logs and lists."""
+        """Return a name of the image for logs and lists: its path, if it is a file."""
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
         """Pass the image names to ``add`` in order; large sources pass only evenly spaced ones."""
@@ -68,7 +77,8 @@ class Source(ABC):
     def stored_bytes(self, index: int) -> bytes | None:
         """Return bytes of the stored image for fingerprints; None if reading them is expensive.
 
-        The bytes are not decoded and may be only a part of the image. Raises BadImage.
+        The bytes are not decoded and may be only a part of the image. Raises BadImage if they
+        cannot be read.
         """
         return None
 
@@ -81,26 +91,30 @@ class Source(ABC):
         """Describe the opened source in one line, for the log."""
 
     def unreadable(self) -> dict[int, BadImage]:
-        """Return the images that are known to be unreadable before any is decoded, by index."""
+        """Return an error for each image known to be unreadable before decoding, by index."""
         return {}
 
     def passed_over(self) -> dict[str, int]:
-        """Return the number of image-like files that are not read, by extension."""
+        """Return the number of unsupported images and archives that are not read, by extension."""
         return {}
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; 0 without labels."""
+        """Largest class number plus 1; 0 if ``labels`` is None or has no class."""
         return 0 if self.labels is None else int(self.labels.max(initial=NO_LABEL)) + 1
 
     def class_names(self) -> list[str] | None:
-        """Return the class names by number, or None if labels are numbers or missing."""
+        """Return the class names by number; None or empty if labels are numbers or missing."""
         return None if self._classes is None else list(self._classes)
 
     def renumber(self, numbers: np.ndarray, names: Sequence[str]) -> None:
-        """Renumber class c to ``numbers[c]``, int64 (num_classes,); ``names`` are all class names.
+        """Give the classes other numbers and names.
 
         ``labels`` must not be None, and reading must return the label given by ``label_of``.
+
+        Args:
+            numbers: New number of each class, by its old number, int64 (C,).
+            names: Class names by new number.
         """
         self.labels = np.append(numbers, NO_LABEL)[self.labels]  # label -1 selects the last entry
         self._classes = names
@@ -157,7 +171,11 @@ class Delegating(Source):
 
 
 class Wrapped(Delegating):
-    """Base class of sources that wrap another one and delegate to it, except ``renumber``."""
+    """Base class of sources that wrap another one and delegate to it.
+
+    Only ``renumber`` is not delegated: it changes ``labels``, but not the labels that reading
+    returns.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source

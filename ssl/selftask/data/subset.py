@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, Wrapped
-from selftask.errors import UserError, check_known
+from selftask.errors import BadImage, UserError, check_known
 from selftask.random.splitmix import hash_words, mix
 
 
@@ -37,9 +36,9 @@ class Part:
 class Subset(Wrapped):
     """Subset of a source's images, in their order. Classes keep their numbers.
 
-    The selection depends only on the seed, the number of images and, with ``per_class``, their
-    labels. With the same seed, a larger subset contains a smaller one, and the parts of a split
-    are disjoint.
+    The selection depends only on the settings, the number of images and, with ``per_class``, their
+    labels. Of two subsets that differ only in ``fraction`` or ``count``, the larger one contains
+    the smaller one. Subsets that differ only in ``part`` are disjoint.
     """
 
     def __init__(self, source: Source, part: Part) -> None:
@@ -72,7 +71,11 @@ class Subset(Wrapped):
 
 
 def subset_of(source: Source, value: Any) -> Source:
-    """Return the part of a source that ``data.subset`` selects; None selects all of it."""
+    """Return the part of a source that ``data.subset`` selects; None selects all of it.
+
+    Raises:
+        UserError: If the value is invalid, or as for ``choose``.
+    """
     return source if value is None else Subset(source, _read(value))
 
 
@@ -119,7 +122,7 @@ def _is_share(value: Any) -> bool:
 
 
 def choose(size: int, labels: np.ndarray | None, part: Part) -> np.ndarray:
-    """Return the sorted rows (int64) of a subset of ``size`` images.
+    """Return the sorted indices, int64 (M,), of a subset of ``size`` images.
 
     Args:
         size: Number of images, N.
@@ -127,8 +130,8 @@ def choose(size: int, labels: np.ndarray | None, part: Part) -> np.ndarray:
         part: Settings of the subset.
 
     Raises:
-        UserError: If there are too few images, or no labels for ``per_class``, or if the subset
-            is empty.
+        UserError: If there are fewer images than ``count``, or no labels for ``per_class``, or if
+            the subset is empty.
     """
     order = _shuffled(size, part.seed)
     if not part.per_class:

@@ -31,7 +31,8 @@ class View:
 class Views:
     """Callable that makes all views of a sample, in the order of the config.
 
-    The position of a view in ``made`` is the number that its draws depend on.
+    ``made`` lists them, including those that are only used to make others. The draws of a view
+    depend on its position in this list.
 
     Args:
         views: Config of each group of views, by name.
@@ -87,18 +88,19 @@ class Views:
         extra_images: Sequence[np.ndarray] = (),
         traces: list[Trace] | None = None,
     ) -> list[np.ndarray]:
-        """Return the views of an image (H', W', C): V arrays, uint8 (H, W, C).
-
-        Views that only other views are made of are not returned.
+        """Return the views of a sample, except those that are only used to make others.
 
         Args:
-            image: Image of the sample.
+            image: Main image of the sample, uint8 (H, W, C).
             seed: Seed of the draws.
             epoch: First number of the sample's key.
             index: Second number of the sample's key.
             out: Arrays that the views are written to if possible, in order.
             extra_images: Other images of the sample, in the order of ``images``.
             traces: List that the draws of each view of ``made`` are appended to.
+
+        Returns:
+            V arrays, uint8 (H', W', C); views may differ in size.
         """
         if self._draws is None or self._seed != seed:
             self._draws, self._seed = ViewDraws(seed), seed

@@ -24,7 +24,7 @@ _COUNTERS = {"allocated": "current_allocated_memory", "reserved": "driver_alloca
 
 
 def names() -> list[str]:
-    """Return the name of each accelerator, such as ``NVIDIA H200``."""
+    """Return the name of each accelerator that torch sees, such as ``NVIDIA H200``."""
     device = _current()
     if device is None:
         return []
@@ -43,7 +43,7 @@ def pins_memory(device: torch.device) -> bool:
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a host tensor to the device asynchronously."""
+    """Return a host tensor on the device; the copy is asynchronous if the device allows it."""
     source = tensor.pin_memory() if pins_memory(device) else tensor
     return source.to(device, non_blocking=True)
 
@@ -90,7 +90,7 @@ def record_event(device: torch.device, *, timing: bool = False) -> Any:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of the device, or None if it is unknown."""
+    """Return the free memory of the device in bytes, or None if it is unknown."""
     if not is_accelerator(device) or not hasattr(_module(device), "mem_get_info"):
         return None
     return int(_module(device).mem_get_info(device)[0])
@@ -126,7 +126,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Return device type -> state of the accelerator's generator; empty on a CPU."""
+    """Return device type -> state of the current accelerator's generator; empty without one."""
     device = _current()
     if device is None:
         return {}

@@ -1,4 +1,4 @@
-"""Collectives that are the identity on one process.
+"""Collectives that also work on one process without a process group, unless stated otherwise.
 
 Callers therefore need no special case for a single process. gloo has no AVG, so means are sums
 divided by the number of ranks.
@@ -16,19 +16,17 @@ from torch import Tensor, nn
 from selftask.distributed.heartbeat import collective_activity
 from selftask.distributed.simulated import SIMULATED
 
-_AVAILABLE = dist.is_available()
-
 
 def world_size() -> int:
     """Return the number of ranks, also of simulated ones, or 1 without a process group."""
     if SIMULATED.active:
         return SIMULATED.size
-    return dist.get_world_size() if _AVAILABLE and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
     """Return the rank of this process, or 0 without a process group."""
-    return dist.get_rank() if _AVAILABLE and dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_primary() -> bool:
@@ -69,7 +67,7 @@ def host_group() -> dist.ProcessGroup | None:
 
 
 def barrier() -> None:
-    """Wait for all ranks."""
+    """Wait until every rank has called this function."""
     if world_size() > 1 and not SIMULATED.active:
         with collective_activity("barrier"):
             dist.barrier()
@@ -249,20 +247,11 @@ class _SumWithEqualGrad(torch.autograd.Function):
 
 @torch.no_grad()
 def broadcast_module(module: nn.Module) -> None:
-    """Copy parameters and buffers from rank 0 to every rank."""
+    """Copy parameters and buffers from rank 0 to every rank, in place."""
     if world_size() > 1 and not SIMULATED.active:
         with collective_activity("broadcast"):
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
-
-
-@torch.no_grad()
-def broadcast_buffers(module: nn.Module) -> None:
-    """Copy buffers from rank 0 to every rank.
-
-    Without DDP, BatchNorm statistics differ between ranks.
-    """
-    broadcast_tensors(module.buffers())
 
 
 @torch.no_grad()
@@ -281,7 +270,7 @@ def average_statistics(module: nn.Module) -> None:
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
-    """Copy tensors from rank 0 to every rank, in one broadcast per dtype and type of device."""
+    """Copy tensors in place from rank 0 to every rank, one broadcast per dtype and device type."""
     if world_size() > 1 and not SIMULATED.active:
         with collective_activity("broadcast of buffers"):
             for alike in _alike(tensors):
@@ -291,7 +280,7 @@ def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Return lists of tensors of equal dtype and device, in the same order on every rank."""
+    """Return lists of tensors of equal dtype and device type, in the same order on every rank."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device.type), []).append(tensor)
@@ -320,8 +309,7 @@ def gather_objects(value: Any) -> list[Any]:
 class AnyFlag:
     """Non-blocking any-rank flag: set at one step, read at the next.
 
-    The reduction uses gloo even if gradients use NCCL, so that the flag stays on the host. With
-    one process the result is immediate.
+    The reduction uses gloo even if gradients use NCCL, so that the flag stays on the host.
     """
 
     def __init__(self) -> None:
@@ -330,10 +318,13 @@ class AnyFlag:
         self._group = None if self._alone else host_group()
 
     def poll(self, is_set: bool) -> bool:
-        """Start a reduction of this rank's flag, and return the result of the previous one.
+        """Start a reduction of this rank's flag; return True if the previous one was set anywhere.
+
+        Every rank must call this method. The first call returns False; one process returns
+        ``is_set`` itself.
 
         Args:
-            is_set: The flag. The result is True if it is set on any rank.
+            is_set: Whether the flag of this rank is set.
         """
         if self._alone:
             return is_set
@@ -343,7 +334,7 @@ class AnyFlag:
         return previous
 
     def drain(self) -> bool:
-        """Return the result of the pending reduction, or False if there is none."""
+        """Wait for the pending reduction and return its result, or False if there is none."""
         if self._pending is None:
             return False
         work, flag = self._pending

@@ -124,9 +124,9 @@ def computes_in_bfloat16() -> bool:
 
 
 def bfloat16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Return the fastest bfloat16 matrix instruction set of this CPU, or None.
+    """Return the fastest bfloat16 instructions of this CPU, such as ``amx_bf16``, or None.
 
-    Always None on systems other than Linux.
+    They are read from the file ``cpuinfo``, so the result is None on systems other than Linux.
     """
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
@@ -144,8 +144,9 @@ def keep_freed_memory(device: torch.device) -> None:
     By default glibc returns large blocks to the kernel. Each step then page-faults its activations
     in again, at about 2 us per 4 KiB.
 
-    This function does nothing in three cases: on a GPU, since activations are not on the host; if
-    the C library is not glibc; and if the user has set a limit by MALLOC_*_ or GLIBC_TUNABLES.
+    This function does nothing in three cases: if ``device`` is not a CPU, since activations are not
+    on the host; if the C library is not glibc; and if the user has set a limit by MALLOC_*_ or
+    GLIBC_TUNABLES.
 
     Blocks over 32 MiB are still returned. torch aligns its blocks, so glibc cannot always reuse a
     freed one of that size, and the heap would grow.

@@ -6,8 +6,8 @@ Does not import torch.
 from __future__ import annotations
 
 import os
+import resource
 import socket
-import sys
 from typing import Any
 
 OPEN_FILES = 4096  # enough for the workers of a run
@@ -39,10 +39,6 @@ def raise_limit_of_open_files() -> None:
 
     It is never lowered. Workers pass batches by file descriptors, and the default is 256 or 1024.
     """
-    if sys.platform == "win32":
-        return
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:

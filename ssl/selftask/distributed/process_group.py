@@ -80,5 +80,5 @@ def _place(world: World) -> str:
 
 def leave_world() -> None:
     """Destroy the process group if there is one."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()

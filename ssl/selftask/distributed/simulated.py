@@ -19,7 +19,7 @@ class SimulatedRanks:
     There is one object per process, ``SIMULATED``.
 
     Attributes:
-        size: Number of ranks; 1 if nothing is simulated.
+        size: Number of ranks, W; 1 if nothing is simulated.
         bytes_of: Collective -> bytes sent by one rank.
     """
 

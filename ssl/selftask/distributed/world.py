@@ -154,10 +154,11 @@ def _from_mpi(rank: str, size: str, local_rank: str, local_size: str) -> World:
 
 
 def launch_name(launcher: str) -> str:
-    """Return a name that the ranks of this launch share on this machine, and no other launch has.
+    """Return a name of this launch that its ranks on this machine share, to tell it from others.
 
-    srun numbers its launches within a job, so the names of two jobs may be equal; Open MPI names
-    them. For other launchers, whose children are the ranks, it is ``child of PID``.
+    With srun it is the number of the step within its job, so launches of two jobs may have the same
+    name; with Open MPI the namespace. For other launchers, whose children are the ranks, it is
+    ``child of PID``.
     """
     variable = {"slurm": "SLURM_STEP_ID", "mpi": "PMIX_NAMESPACE"}.get(launcher, "")
     return os.environ.get(variable) or f"child of {os.getppid()}"

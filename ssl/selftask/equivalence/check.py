@@ -86,7 +86,10 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
 
 
 def _asked(records: Sequence[Record], steps: int, length: RunLength) -> list[str]:
-    """Describe comparisons of ``task.steps_done`` with steps after the check's, except the end."""
+    """Describe each comparison of ``task.steps_done`` with a step that the check has not reached.
+
+    Comparisons with the last step of the run are left out.
+    """
     asked = {line: step for record in records for line, step in record["asked"].items()}
     return [
         f"step {step}, which {line} compares with (--steps {step + 1})"

@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def _noting(compare: Callable[[int, Any], bool]) -> Any:
-    """Return a comparison that is noted before it is made."""
+    """Return a method that calls ``_note`` and then ``compare``."""
 
     def noted(steps: WatchedSteps, other: Any) -> bool:
         steps._note(other)
@@ -25,7 +25,7 @@ def _noting(compare: Callable[[int, Any], bool]) -> Any:
 class WatchedSteps(int):
     """Number of finished steps, which records its comparisons with integers in ``asked``.
 
-    Comparisons in files of this package outside of ``methods`` are not recorded.
+    Comparisons in selftask's own files are recorded only in its methods.
     """
 
     asked: dict[str, int]  # file:line -> the largest number that it was compared with there

@@ -94,14 +94,14 @@ def images_for(config: Config) -> Images:
 
 
 class Images(Source):
-    """Noisy synthetic images of four classes; each image depends on its index only.
+    """Noisy synthetic images of four classes, uint8 (32, 32, C); each depends on its index only.
 
     An extra of kind ``image`` is the image of a following index, of kind ``text`` a text with class
     and index, of kind ``array`` a float32 scalar: -1, 0 or 1.
 
     Args:
         count: Number of images.
-        channels: Number of channels.
+        channels: Number of channels, C.
         extras: Kind of each extra, by name; see ``Source.extras``.
     """
 

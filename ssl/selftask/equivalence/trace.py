@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 from selftask.batch import Batch
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
 from selftask.equivalence.progress import WatchedSteps
 from selftask.equivalence.tiny_recipe import images_for
+from selftask.errors import UserError
 from selftask.task import Task
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -120,6 +121,11 @@ class RecordedTask(Task):
             self.draws.update(dict.fromkeys(changed))
             batch = self.last_batch
             assert batch.loss is not None
+            if not batch.loss.isfinite():
+                raise UserError(
+                    f"the loss is {batch.loss.item()} in step {self.steps_done + 1} of the check; "
+                    "only finite losses can be compared"
+                )
             self.samples.append(batch.index.clone())
             self.inputs.append(dict(_per_sample(batch.input, len(batch.index))))
             self.batch_losses.append(batch.loss.detach().clone())
@@ -186,7 +192,7 @@ class _CollectiveCounter(TorchDispatchMode):
 
 
 class _InDouble:
-    """DataModule whose batches have views in float64."""
+    """DataModule whose batches of training images have views in float64."""
 
     def __init__(self, feed: Any) -> None:
         self._feed = feed
@@ -202,7 +208,10 @@ class _InDouble:
 
 
 def _in_double(batch: Batch) -> Batch:
-    return replace(batch, views=tree_map(_double, batch.views))
+    def double(view: Tensor) -> Tensor:  # an own transform may give integers
+        return view.double() if view.is_floating_point() else view
+
+    return replace(batch, views=tree_map_only(Tensor, double, batch.views))
 
 
 def _generator_states() -> dict[str, Any]:
@@ -224,10 +233,6 @@ def _full_copy(tensor: Any) -> Tensor:
     """Return a detached copy, gathered from all ranks if FSDP has sharded it."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach().clone()
-
-
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _per_sample(value: Any, rows: int) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from selftask.config.extensions.imports import import_entry_points, import_exten
 from selftask.config.extensions.user_code import place_of, user_frames
 from selftask.config.schema import Config
 from selftask.equivalence.trace import RecordedTask, batch_norm_replaced
-from selftask.errors import UserError, message_of
+from selftask.errors import UserError, message_of, with_advice
 
 TIMEOUT_S = 60.0  # for a collective
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC", "SLURM_", "MASTER")
@@ -77,7 +77,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
     """Return the message and the last traceback frame, in the user's own code if possible."""
     last = (user_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
     return {
-        "message": message_of(error),
+        "message": with_advice(message_of(error)),
         "is_user_error": isinstance(error, UserError),
         "frame": f"{place_of(last)} in {last.name}: {last.line}",
     }

@@ -12,7 +12,7 @@ import selftask
 
 class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Call ``selftask.api.evaluation.evaluate``."""
+        """Call ``selftask.api.evaluation.evaluate``, and return its metrics by name."""
         return selftask.__getattr__("evaluate")(*args, **kwargs)
 
 

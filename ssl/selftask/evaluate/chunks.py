@@ -17,7 +17,7 @@ log = get_logger(__name__)
 class InChunks:
     """Wrapper that calls a function on chunks of rows, halved after each out-of-memory error.
 
-    Later calls start with the size that fits. The error of a single row is raised.
+    Later calls start with the size that fits. If even one row does not fit, the error is raised.
 
     Args:
         function: Tensors with N rows each -> tensors with N rows each. Rows must be independent,

@@ -17,12 +17,11 @@ from selftask.config.fields import setting
 from selftask.errors import UserError
 from selftask.evaluate.clusters import KMeans
 from selftask.evaluate.features import Features
-from selftask.evaluate.nearest import Bank
+from selftask.evaluate.nearest import QUERIES, Bank
 from selftask.registry import register_evaluation
 
 _FEWEST = 10  # images; of fewer, no neighbor distances remain to fit
 _KEPT = 0.9  # share of the images in the fit, TwoNN
-_ROWS = 512  # queries at once
 
 
 @register_evaluation("clid")
@@ -40,12 +39,14 @@ class CLID(KMeans):
     images: int = setting(5000, min=_FEWEST)
     """Maximum number of images, chosen at random; time grows with its square."""
     k: int | None = setting(None, min=2)
-    """Number of clusters; null: the square root of the number of images."""
+    """Number of clusters; null: the square root of the number of images, rounded down."""
     seed: int = setting(0, min=0)
     """Seed of the choice of images and of the initial centers."""
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
-        """Return the measures of the test images; the training images are not used.
+        """Return ``cluster_learnability`` (0 to 1) and ``intrinsic_dimension`` of the test images.
+
+        The training images are not used.
 
         Raises:
             UserError: If there are too few images, or features are not finite.
@@ -75,7 +76,7 @@ def two_nearest(units: Tensor) -> tuple[Tensor, Tensor]:
         units: Unit vectors (N, E).
     """
     bank = Bank(units)
-    blocks = torch.arange(len(units), device=units.device).split(_ROWS)
+    blocks = torch.arange(len(units), device=units.device).split(QUERIES)
     rows = torch.cat([bank.nearest(units[block], 2, block)[1] for block in blocks])
     distances = (units[:, None] - units[rows]).norm(dim=2)  # exact for close pairs
     distances, order = distances.sort(dim=1)

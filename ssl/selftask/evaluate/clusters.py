@@ -26,7 +26,7 @@ class KMeans:
     restarts: int = setting(10, min=1)
     """Number of runs of k-means; the run with the largest sum of cosines is used."""
     iterations: int = setting(100, min=1)
-    """Iterations of each run."""
+    """Number of iterations of each run."""
     seed: int = setting(0, min=0)
     """Seed of the initial centers."""
     seeds: int = setting(1, min=1)
@@ -60,7 +60,7 @@ class Clusters(KMeans):
     """Number of clusters; null: the number of classes of the test images."""
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
-        """Return the agreement of clusters and classes; the training images are not used.
+        """Return the metrics of ``agreement`` for the test images; training images are not used.
 
         Raises:
             UserError: If images have no labels, or there are fewer images than clusters.

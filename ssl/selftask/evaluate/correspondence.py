@@ -64,7 +64,11 @@ class Correspondence(PatchOptions):
     def __call__(
         self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
     ) -> dict[str, float]:
-        """Return the metrics of images of ``data.val``, or of ``data`` if that is missing."""
+        """Return the metrics of the images of ``data.val`` or, without it, of ``data``.
+
+        Raises:
+            UserError: As ``evaluate_correspondence``.
+        """
         row = evaluate_correspondence(backbone, config, sources, self, device=device)
         return {name: row[name] for name in row if name.startswith("correspondence_")}
 
@@ -96,7 +100,7 @@ def evaluate_correspondence(
         Means over images: for each threshold the share of correct matches, such as
         ``correspondence_pck_0.1``, and the share expected for random matches, such as
         ``correspondence_chance_0.1``; ``correspondence_distance``, the distance of a match from its
-        true position. Also ``test_images`` and ``size``.
+        true position as a share of the side. Also ``test_images`` and ``size``, S.
 
     Raises:
         UserError: If the backbone has no patches of this size, or features are not finite.
@@ -177,7 +181,12 @@ def warped(images: Tensor, warps: Tensor, size: int) -> Tensor:
 
 
 def centers(grid: Grid, like: Tensor) -> Tensor:
-    """Return the positions of the centers of patches (N, 2), row by row, typed like ``like``."""
+    """Return x and y of the centers of patches, (N, 2), row by row.
+
+    Args:
+        grid: Rows and columns of patches.
+        like: Tensor whose dtype and device the result gets.
+    """
     rows, columns = (
         (torch.arange(n, dtype=like.dtype, device=like.device) + 0.5) / n for n in grid
     )
@@ -204,9 +213,9 @@ def distances(image: Tensor, view: Tensor, warp: Tensor) -> tuple[Tensor, Tensor
 
 
 def _scores(image: Tensor, view: Tensor, warp: Tensor, thresholds: list[float]) -> Tensor:
-    """Return shares of correct and of random matches, and the mean distance of a match.
+    """Return the shares of correct and of random matches, and the mean distance of a match.
 
-    Each share has a value for each threshold: (2 * thresholds + 1,) in all.
+    The result is (2 T + 1,) for T thresholds: T shares of each kind, then the distance.
     """
     distance, match = distances(image, view, warp)
     nearest = distance.amin(dim=1, keepdim=True)

@@ -2,7 +2,7 @@
 
 Hendrycks and Dietterich, ICLR 2019, arXiv:1903.12261, with the strengths of the authors' code.
 Lengths in pixels are for an image whose shorter side has 224 pixels; they are scaled for other
-sizes. The functions take uint8 images (H, W, C) and compute in the range [0, 1].
+sizes. The functions take and return uint8 images (H, W, C), and compute in the range [0, 1].
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def shot_noise(image: np.ndarray, rng: np.random.Generator, rate: float) -> np.n
 
 
 def impulse_noise(image: np.ndarray, rng: np.random.Generator, share: float) -> np.ndarray:
-    """Set a share of all values, drawn separately in each channel, to 0 or 1."""
+    """Set each value to 0 or 1 with probability ``share``, separately in each channel."""
     is_changed, is_white = rng.random((2, *image.shape)) < np.reshape([share, 0.5], (2, 1, 1, 1))
     return np.where(is_changed, np.where(is_white, 255, 0), image).astype(np.uint8)
 
@@ -68,12 +68,12 @@ def defocus_blur(
 
 
 def fog(image: np.ndarray, rng: np.random.Generator, amount: float, decay: float) -> np.ndarray:
-    """Add a plasma fractal, and scale the sum so that the brightest value remains possible.
+    """Add a plasma fractal, and scale the sum so that it is at most the image's brightest value.
 
     Args:
         image: The image.
         rng: Generator of the fractal.
-        amount: Weight of the fractal.
+        amount: Weight of the fractal, whose values are from 0 to 1.
         decay: Decay of its roughness; larger values give smoother fog.
     """
     height, width = image.shape[:2]

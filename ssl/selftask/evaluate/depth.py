@@ -46,11 +46,11 @@ class DepthOptions(HeadOptions):
     bins: int = setting(256, min=2, max=10_000)
     """Number of bins of equal width."""
     min_depth: float = setting(0.001, min=0)
-    """Smallest depth that counts."""
+    """Smallest depth that counts, in the unit of the ``.npy`` files, such as meters."""
     max_depth: float = setting(10.0, above=0)
-    """Largest depth that counts."""
+    """Largest depth that counts, in the same unit."""
     unit: float = setting(0.001, above=0)
-    """Depth of 1 in a PNG of 16 bits."""
+    """Depth of a pixel with value 1 in a PNG of 16 bits; 0.001 reads millimeters as meters."""
 
     def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
         yield from super().problems(config)
@@ -58,11 +58,11 @@ class DepthOptions(HeadOptions):
             yield f"min_depth: {self.min_depth:g}; must be below max_depth={self.max_depth:g}"
 
     def counts(self, depth: Tensor) -> Tensor:
-        """Return True for depths that count: known and from ``min_depth`` to ``max_depth``."""
+        """Return a mask of depths that count: known and from ``min_depth`` to ``max_depth``."""
         return (depth > UNKNOWN) & (depth >= self.min_depth) & (depth <= self.max_depth)
 
     def bin_of(self, depth: Tensor) -> Tensor:
-        """Return the number of the bin of each depth; IGNORED for those that do not count."""
+        """Return the bin of each depth, int64 of the same shape; IGNORED if it does not count."""
         share = (depth - self.min_depth) / (self.max_depth - self.min_depth)
         number = (share * self.bins).long().clamp(0, self.bins - 1)
         return torch.where(self.counts(depth), number, IGNORED)
@@ -100,9 +100,10 @@ def evaluate_depth(
         tell: Called with a line about images and memory.
 
     Returns:
-        ``depth_linear_rmse``, ``depth_linear_abs_rel``, ``depth_linear_delta1`` and the same
-        for ``knn``, over the pixels of an image whose depth counts, averaged over test images;
-        ``depth_linear_lr``, ``train_images``, ``test_images``, ``patches`` and ``size``.
+        ``depth_linear_rmse``, ``depth_linear_abs_rel``, ``depth_linear_delta1`` (see ``metrics``)
+        and the same for ``knn``, over the pixels of an image whose depth counts, averaged over
+        test images; ``depth_linear_lr``, ``train_images``, ``test_images``, ``patches`` and
+        ``size``.
 
     Raises:
         UserError: If depth maps are missing or damaged, no depth counts, the backbone has no
@@ -184,7 +185,8 @@ def _check_depths(key: str, any_counts: bool, options: DepthOptions) -> None:
 def metrics(predicted: Tensor, depth: Tensor, counts: Tensor) -> Tensor:
     """Return RMSE, mean relative error, and the share of pixels within a factor of 1.25: (3,).
 
-    Eigen et al., arXiv:1406.2283, section 4.2. NaN without a pixel that counts.
+    Eigen et al., arXiv:1406.2283, section 4.2. NaN without a pixel that counts. The RMSE has the
+    unit of the depths.
 
     Args:
         predicted: Depths (S, S).

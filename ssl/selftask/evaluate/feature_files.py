@@ -1,6 +1,7 @@
-"""Features as files: a folder of ``features.npy``, ``images.csv``, ``features.json``, or a table.
+"""Features as files: ``features.npy``, ``images.csv`` and ``features.json``, or a parquet file.
 
-Rows are written batch by batch, so that memory does not grow with the number of images.
+Rows are written batch by batch, so that memory does not grow with the number of images. Features
+are float32 (N, E).
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ def write_features(
     facts: dict[str, Any],
     layers: Sequence[int | None] = (None,),
 ) -> Path:
-    """Write the folder; files of features get their final names when all other files exist.
+    """Write a folder with a file of features for each layer, ``images.csv`` and ``features.json``.
 
-    After an error, the files are removed.
+    Files of features get their final names when all other files exist. After an error, the files
+    are removed.
 
     Args:
-        out: The folder.
-        parts: Features of each batch, and the same split by layer.
+        out: The folder, which is created if needed.
+        parts: Features of each batch, and the same features split into one block per layer.
         source: Source of the images, for their paths.
         facts: Content of ``features.json``; names of the classes are added, if there are any.
         layers: Numbers of the layers; None for the backbone's own output.
@@ -53,6 +55,7 @@ def write_features(
 
     Raises:
         UserError: If there are no images, or features are not finite.
+        OSError: If a file cannot be written.
     """
     out.mkdir(parents=True, exist_ok=True)
     files: list[_NpyFile] = []
@@ -98,17 +101,18 @@ def write_parquet(
     content of ``features.json`` under ``selftask``.
 
     Args:
-        path: The file.
-        parts: Features of each batch, and the same split by layer.
+        path: The file; its folder is created if needed.
+        parts: Features of each batch, and the same features split into one block per layer.
         source: Source of the images, for their paths.
         facts: Content of ``features.json``; names of the classes are added, if there are any.
         layers: Numbers of the layers; None for the backbone's own output.
 
     Returns:
-        The number of images, and of features of the last layer.
+        The number of images, and the number of features of the last layer.
 
     Raises:
         UserError: If there are no images, features are not finite, or a path is not UTF-8.
+        OSError: If the file cannot be written.
     """
     import pyarrow.parquet as parquet
 
@@ -132,7 +136,11 @@ def write_parquet(
 def _arrow_table(
     source: Source, batch: Features, names: Sequence[str], blocks: Sequence[Features]
 ) -> Any:
-    """Return a batch as a table of pyarrow."""
+    """Return a batch as a table of pyarrow.
+
+    Raises:
+        UserError: If features are not finite, or a path is not UTF-8.
+    """
     import pyarrow as pa
 
     batch.check_finite()
@@ -163,7 +171,7 @@ def _utf8(path: str) -> str:
 
 
 def read_features(path: Path) -> tuple[FileFeatures, list[str]]:
-    """Return features, read lazily, and the names of the classes, if known.
+    """Return features, read lazily, and the names of the classes, an empty list if unknown.
 
     Labels are read from ``images.csv`` in the same folder.
 
@@ -187,7 +195,7 @@ def read_features(path: Path) -> tuple[FileFeatures, list[str]]:
 
 
 def _only_features(folder: Path) -> Path:
-    """Return ``features.npy`` of a folder; raise UserError if it has only layers or parts."""
+    """Return the path of ``features.npy`` in a folder; raise UserError if the folder lacks it."""
     path = folder / features_name()
     if path.exists() or not folder.exists():
         return path
@@ -197,7 +205,11 @@ def _only_features(folder: Path) -> Path:
 
 
 def _label(text: str, line: str) -> int:
-    """Return the number of a class, -1 for an empty cell; ``line`` begins the error message."""
+    """Return the number of a class, -1 for an empty cell.
+
+    Raises:
+        UserError: If the text is not a number; the message begins with ``line``.
+    """
     if text and not text.isdecimal():
         raise UserError(f"{line}: label {text!r} is not the number of a class, such as 0")
     return int(text or -1)
@@ -206,7 +218,8 @@ def _label(text: str, line: str) -> int:
 def write_table(path: Path, images: Path, labels: Iterable[int]) -> None:
     """Write the images of ``images.csv`` with new labels, as a table that ``data=`` can read.
 
-    Relative paths become absolute, since paths in a table are relative to its folder.
+    Paths relative to the working directory become absolute, since paths in a table are relative to
+    its folder.
 
     Args:
         path: The table to write.
@@ -228,7 +241,7 @@ def write_ranking(path: Path, images: Path, cosines: Sequence[float]) -> None:
     """Write path and cosine of the images of ``images.csv``, smallest cosine first.
 
     Args:
-        path: The file to write.
+        path: The CSV file to write.
         images: An ``images.csv``.
         cosines: A cosine for each of its rows.
     """
@@ -242,7 +255,10 @@ def write_ranking(path: Path, images: Path, cosines: Sequence[float]) -> None:
 
 
 def indices_of(images: Path, source: Source) -> list[int]:
-    """Return the index in the source of each row of ``images.csv``; both have the same order."""
+    """Return the index in the source of each row of ``images.csv``.
+
+    Both must have the same order; images of the source may be missing from the file.
+    """
     indices = iter(range(len(source)))
     with images.open(encoding="utf-8", errors="surrogateescape", newline="") as listed:
         return [

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.data.labels import MAX_CLASSES
 from selftask.distributed.accelerator import forked_rng
 from selftask.distributed.collectives import world_size
 from selftask.errors import UserError, nearest_path
@@ -24,7 +25,9 @@ from selftask.logs import DETAIL, get_logger
 from selftask.logs.stages import staged
 from selftask.models.build import check_images
 from selftask.models.eval_mode import in_eval_mode
+from selftask.models.precision import to_float32
 
+TOO_LARGE = "too large (a norm above 1.8e19)"
 _ROWS = 8192
 _WARM_UP = 5  # batches
 _LOG_EVERY_S = 30.0
@@ -38,7 +41,7 @@ class Features:
 
     features: Tensor  # (N, E) float32
     targets: Tensor  # (N,) int64; -1 for images without a label
-    indices: Tensor  # index of the image in the data set
+    indices: Tensor  # (N,) int64; index of the image in the data set
 
     @classmethod
     def joined(cls, parts: Sequence[Features]) -> Features:
@@ -58,11 +61,14 @@ class Features:
         return Features(self.features[rows], self.targets[rows], self.indices[rows])
 
     def draw(self, count: int, generator: torch.Generator) -> Features:
-        """Draw ``count`` images of each class, or all images of a class that has fewer."""
+        """Draw ``count`` images of each class, or all images of a class that has fewer.
+
+        The result is sorted by class. The generator is on the CPU.
+        """
         return self._draw(lambda _: count, generator)
 
     def draw_share(self, share: float, generator: torch.Generator) -> Features:
-        """Draw a share of the images of each class, rounded to at least one image."""
+        """Draw a share (0 to 1) of the images of each class, at least one; see ``draw``."""
         return self._draw(lambda number: max(1, round(share * number)), generator)
 
     def _draw(self, count: Callable[[int], int], generator: torch.Generator) -> Features:
@@ -78,7 +84,7 @@ class Features:
         return [replace(self, features=block.contiguous()) for block in blocks]
 
     def check_finite(self) -> None:
-        """Raise UserError if a feature is not finite."""
+        """Raise UserError if features are not finite or too large; see ``are_finite``."""
         check_finite(self.features, "the features")
 
     def check_labels(self, subject: str) -> None:
@@ -90,7 +96,7 @@ class Features:
 class FileRows:
     """Rows of a ``.npy`` file of float32 (N, E), read when they are indexed.
 
-    Reading raises UserError if a feature is not finite.
+    Reading raises UserError if features are not finite or too large; see ``are_finite``.
     """
 
     path: Path
@@ -118,8 +124,8 @@ class FileRows:
     def __getitem__(self, rows: slice | np.ndarray) -> Tensor:
         mapped = np.load(self.path, mmap_mode="r")  # for this block: pages in memory do not add up
         features = torch.from_numpy(np.array(mapped[rows]))
-        if not bool(features.isfinite().all()):
-            raise UserError(f"{self.path}: features are not finite")
+        if not bool(are_finite(features).all()):
+            raise UserError(f"{self.path}: features are not finite, or {TOO_LARGE}")
         return features
 
 
@@ -143,7 +149,7 @@ class FileFeatures:
         return len(self.features)
 
     def __getitem__(self, rows: Tensor) -> Features:
-        """Return a subset of the rows, in memory. ``rows`` is a mask or numbers."""
+        """Return a subset of the rows, in memory. ``rows`` is a mask (N,) or row numbers."""
         numbers = torch.arange(len(self))
         return Features(self.features[rows.numpy()], self.targets[rows], numbers[rows])
 
@@ -152,27 +158,48 @@ class FileFeatures:
         return Features(self.features[:], self.targets, torch.arange(len(self)))
 
     def check_finite(self) -> None:
-        """Raise UserError if a feature is not finite."""
+        """Raise UserError if features are not finite or too large; see ``are_finite``."""
         for _ in in_blocks(self.features):
             pass  # reading has checked it
 
 
+def is_constant(deviation: Tensor) -> Tensor:
+    """Return a mask (E,) of the features that deviate by rounding errors only.
+
+    These have less than 1e-6 of the median deviation. A few features may be larger than all others
+    by any factor.
+
+    Args:
+        deviation: Standard deviation of each feature, (E,).
+    """
+    active = deviation[deviation > 0]
+    return deviation <= 1e-6 * (active.median() if len(active) else 1.0)
+
+
+def are_finite(rows: Tensor) -> Tensor:
+    """Return a mask (B,) of the rows (B, ...) whose norm is finite in float32.
+
+    Above 1.8e19, squares of finite features overflow: a normalized row would be 0.
+    """
+    return to_float32(rows).flatten(1).norm(dim=1).isfinite()
+
+
 def check_finite(features: Tensor, subject: str) -> None:
-    """Raise UserError if the features of any image are not finite.
+    """Raise UserError if the features of any image are not finite or too large; see ``are_finite``.
 
     Args:
         features: Features of the images, (B, ...).
         subject: Beginning of the message.
     """
-    if broken := int((~features.isfinite()).flatten(1).any(dim=1).sum()):
+    if broken := int((~are_finite(features)).sum()):
         raise UserError(
-            f"{subject} of {broken} of {len(features)} images are not finite: the weights are "
-            "damaged or training has diverged"
+            f"{subject} of {broken} of {len(features)} images are not finite, or {TOO_LARGE}: the "
+            "weights are damaged or training has diverged"
         )
 
 
 def check_targets(targets: Tensor, subject: str) -> None:
-    """Raise UserError unless there are targets (N,) and none of them is -1."""
+    """Raise UserError unless there are targets (N,) and all of them are class numbers."""
     if not len(targets):
         raise UserError(f"{subject}: there are no images to evaluate on")
     unlabeled = int((targets < 0).sum())
@@ -182,6 +209,11 @@ def check_targets(targets: Tensor, subject: str) -> None:
             "whole number; evaluations need a labeled set, such as a folder with one sub-folder "
             "for each class"
         )
+    if int(targets.max()) >= MAX_CLASSES:
+        raise UserError(
+            f"{subject}: the label {int(targets.max())} is no class number; expected 0 to "
+            f"{MAX_CLASSES - 1}"
+        )
 
 
 def extract_features(
@@ -189,8 +221,7 @@ def extract_features(
 ) -> Features:
     """Run the backbone over batches and collect its features on the CPU.
 
-    Train or eval mode, BatchNorm statistics and torch's random state are restored. (A DataLoader
-    draws one random number when it starts.)
+    The backbone is in eval mode meanwhile. Its mode and torch's random state are restored.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
@@ -218,7 +249,7 @@ def collect(batches: Iterable[Features]) -> Features:
 def iterate_features(
     backbone: nn.Module, batches: Iterable[Batch], *, device: torch.device | str
 ) -> Iterator[Features]:
-    """Yield the features of each batch, float32 on the CPU; they may be NaN or infinite.
+    """Yield the features (B, E) of each batch, float32 on the CPU; they may be NaN or infinite.
 
     The backbone is in eval mode until the iterator ends. If the device runs out of memory, the
     backbone runs on parts of a batch.
@@ -251,8 +282,8 @@ def iterate_features(
 def log_speed(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield the batches; log images per second of all ranks and the remaining time every 30 s.
 
-    The first batches are excluded, since workers and kernels are starting. The remaining time is
-    logged if ``batches`` has a length.
+    The first five batches do not count, since workers and kernels are starting. The remaining time
+    is logged if ``batches`` has a length. A progress line is drawn on terminals.
     """
     images, logged = 0, time.monotonic()
     total = len(batches) if isinstance(batches, Sized) else None

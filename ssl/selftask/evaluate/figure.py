@@ -46,7 +46,7 @@ class Figure(float):
     def of_draws(cls, draws: Sequence[float]) -> Figure:
         """Return the mean of results on the same test images.
 
-        It has the mean score of each image, if all results have scores.
+        Its ``scores`` are the mean score of each image, or None unless all results have scores.
         """
         scores = [draw.scores for draw in draws if isinstance(draw, Figure)]
         of_images = [part for part in scores if part is not None]
@@ -55,7 +55,7 @@ class Figure(float):
 
     @classmethod
     def over_seeds(cls, results: Sequence[float]) -> Figure:
-        """Return the mean of the results of several seeds."""
+        """Return the mean of the results of several seeds, which are kept in ``of_seeds``."""
         mean = cls.of_draws(results)
         return cls(mean, mean.scores, tuple(map(float, results)))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source
 from selftask.errors import UserError
 from selftask.evaluate.features import Features, collect
-from selftask.evaluate.nearest import Bank
+from selftask.evaluate.nearest import QUERIES, Bank
 from selftask.evaluate.offline import iterate_source
 from selftask.evaluate.online import evaluated_model
 from selftask.evaluate.tables import read_rows
@@ -30,7 +31,6 @@ from selftask.logs import get_logger
 log = get_logger(__name__)
 
 EARTH_KM = 6371.0088  # mean radius
-_ROWS = 512  # test images at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class GeolocationOptions:
     neighbors around it.
     """
     bandwidth: float = setting(25.0, above=0)
-    """Standard deviation of the Gaussian that weights neighbors by distance, in km; if k > 1."""
+    """Standard deviation of the Gaussian that weights neighbors by distance, in km; for k > 1."""
     distances: list[float] = setting([1.0, 25.0, 200.0, 750.0, 2500.0], above=0, nonempty=True)
     """Distances within which a place is correct, in km: street, city, region, country, continent.
     """
@@ -64,7 +64,7 @@ def measure_geolocation(
     device: torch.device,
     tell: Callable[[str], None] = log.info,
 ) -> dict[str, float]:
-    """Return the share of test images whose location is estimated within each distance.
+    """Return the share (0 to 1) of test images whose location is estimated within each distance.
 
     The estimate is the location of the most similar training image. With k neighbors it is the
     location of the neighbor at which their density, a sum of Gaussians over neighbors, is highest.
@@ -111,20 +111,20 @@ def measure_geolocation(
     bank, own_rows = Bank(train.features), torch.arange(len(test), device=test.features.device)
     own_rows = own_rows if is_alone else torch.full_like(own_rows, -1)
     placed = []
-    for rows, left_out in zip(test.features.split(_ROWS), own_rows.split(_ROWS), strict=True):
+    for rows, left_out in zip(test.features.split(QUERIES), own_rows.split(QUERIES), strict=True):
         _, neighbors = bank.nearest(F.normalize(rows, dim=1), options.k, left_out)
         placed.append(densest(train_places[neighbors.cpu()], options.bandwidth))
     errors = distance_km(torch.cat(placed), test_places)
     return {
         **{f"geolocation_{d:g}km": float((errors <= d).double().mean()) for d in options.distances},
-        "geolocation_median_km": float(errors.median()),
+        "geolocation_median_km": float(np.median(errors.numpy())),
         "train_images": len(train),
         "test_images": len(test),
     }
 
 
 def densest(places: Tensor, bandwidth: float) -> Tensor:
-    """Return the location (B, 2), of those of k neighbors, where the neighbors are densest.
+    """Return the location (B, 2) of the neighbor at which the density of neighbors is highest.
 
     Args:
         places: (B, k, 2), nearest neighbor first, which wins ties.
@@ -153,7 +153,7 @@ def distance_km(first: Tensor, second: Tensor) -> Tensor:
 
 
 def read_coordinates(path: Path) -> dict[str, tuple[float, float]]:
-    """Return latitude and longitude by absolute path of the image.
+    """Return latitude and longitude in degrees by absolute path of the image.
 
     Raises:
         UserError: If the file is not a table of coordinates.
@@ -176,7 +176,11 @@ def read_coordinates(path: Path) -> dict[str, tuple[float, float]]:
 
 
 def _places(source: Source, table: dict[str, tuple[float, float]], key: str) -> Tensor:
-    """Return the places (N, 2) of all images of a source, float64."""
+    """Return the places (N, 2) of all images of a source, float64.
+
+    Raises:
+        UserError: If the table lacks an image.
+    """
     paths = [source.path(index) for index in range(len(source))]
     for path in paths:
         if os.path.abspath(path) not in table:

@@ -32,10 +32,10 @@ def content_digest(source: Source) -> str:
 
 
 def packed_scores(scores: np.ndarray) -> dict[str, Any]:
-    """Return scores (N,) as plain values: the distinct scores, and each image's index into them.
+    """Return scores (N,) as values for JSON: the distinct scores, and each image's index into them.
 
-    Indices have 8, 16 or 32 bits, whatever the number of distinct scores needs. They are compressed
-    by zlib and encoded in base64. 50,000 images that are right or wrong take about 10 kB.
+    Indices have 8, 16 or 32 bits, as the number of distinct scores needs. They are compressed by
+    zlib and encoded in base64. 50,000 images that are right or wrong take up to 11 kB.
     """
     values, numbers = np.unique(scores, return_inverse=True)
     packed = zlib.compress(numbers.astype(_index_type(len(values))).tobytes(), 9)
@@ -47,7 +47,7 @@ def packed_scores(scores: np.ndarray) -> dict[str, Any]:
 
 
 def unpacked_scores(packed: Any) -> np.ndarray | None:
-    """Return the scores (N,) of ``packed_scores``, or None for any other value."""
+    """Return the scores (N,) of a result of ``packed_scores``, float64; None for other values."""
     try:
         count, values, numbers = (packed[name] for name in ("images", "values", "numbers"))
         values = np.asarray(values, dtype=np.float64)

@@ -80,26 +80,28 @@ class KNN:
         labels = [part.cpu() for part in targets]
         require_labels(self, LabelCounts.of_targets(*labels, leave_one_out=test is train))
 
-        hits: list[list[Tensor]] = [[] for _ in self.k]
-        for expected, similarity, neighbor in self._neighbors(train, test):
+        device = targets[0].device
+        hits = torch.empty(len(self.k), len(labels[1]), dtype=torch.bool, device=device)
+        for image, expected, similarity, neighbor in self._neighbors(train, test):
             classes, of_neighbor = targets[0][neighbor].unique(return_inverse=True)  # usually few
             for number, count in enumerate(self.k):
                 votes = class_votes(
                     similarity[:, :count], of_neighbor[:, :count], len(classes), self.temperature
                 )
-                hits[number].append(classes[votes.argmax(dim=1)] == expected)
+                hits[number, image] = classes[votes.argmax(dim=1)] == expected
         names = [
             f"knn_top1_k{count}" if number else "knn_top1" for number, count in enumerate(self.k)
         ]
-        results = [Figure.of_scores(torch.cat(parts).cpu()) for parts in hits]
+        results = [Figure.of_scores(scores) for scores in hits.cpu()]
         return dict(zip(names, results, strict=True))
 
     def _neighbors(
         self, train: Features | FileFeatures, test: Features | FileFeatures
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield targets (B,), cosines and row numbers (B, k), nearest first, for all test images.
+        """Yield images (B,), targets (B,), cosines (B, k) and row numbers (B, k), nearest first.
 
-        Row numbers refer to the concatenated training sets of all ranks.
+        Chunks of all ranks' test images are yielded, and k is the largest number of neighbors.
+        Images and row numbers refer to the concatenated test and training sets of all ranks.
         """
         first_pass = torch.int8 if self.search == "int8" else torch.bfloat16
         bank = Bank(train.features, first_pass=first_pass)
@@ -109,8 +111,10 @@ class KNN:
             excluded = torch.full_like(excluded, -1)
         sizes = gather_objects((len(train), len(test)))
         first_row = sum(num_train for num_train, _ in sizes[: rank()])
+        num_images = [num_test for _, num_test in sizes]
+        images = torch.arange(sum(num_images)).split(num_images)  # of each rank
         rows = max(1, QUERIES // world_size())
-        for start in range(0, max(num_test for _, num_test in sizes), rows):
+        for start in range(0, max(num_images), rows):
             chunk = slice(start, start + rows)  # cloned: pickle copies the whole storage of a view
             queries = F.normalize(test.features[chunk], dim=1)
             parts = gather_objects((queries, test.targets[chunk].clone()))
@@ -118,7 +122,9 @@ class KNN:
             left_out[rank()] = excluded[chunk]
             every = torch.cat([part for part, _ in parts])  # (B, E)
             cosine, row = nearest(every, torch.cat(left_out))
-            of_ranks = gather_objects((cosine, row + first_row))
-            cosine, row = (torch.cat(blocks, dim=1) for blocks in zip(*of_ranks, strict=True))
+            blocks = gather_objects((cosine, row + first_row))
+            cosine, row = (torch.cat(of_ranks, dim=1) for of_ranks in zip(*blocks, strict=True))
             cosine, order = cosine.topk(max(self.k), dim=1)
-            yield torch.cat([targets for _, targets in parts]), cosine, row.gather(1, order)
+            image = torch.cat([numbers[chunk] for numbers in images])
+            targets = torch.cat([part for _, part in parts])
+            yield image, targets, cosine, row.gather(1, order)

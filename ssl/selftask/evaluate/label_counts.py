@@ -14,13 +14,13 @@ from torch import Generator, Tensor
 
 from selftask.config.fields import setting
 from selftask.config.schema import Component
+from selftask.data.labels import split_problems
 from selftask.data.loading.open_data import Sources
 from selftask.errors import ConfigError, UserError, plural
 from selftask.evaluate.features import Features
 from selftask.registry import EVALUATIONS
 
 _MAX_NAMES = 10
-_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class LabelCounts:
         return repr(self.names[label]) if self.names else str(label)
 
     def describe(self) -> str:
-        """Return one line: images, classes, chance, and accuracy of the most frequent class."""
+        """Return one line: images, classes, chance, and share of the most frequent test class."""
         num_train, num_test = self.train.sum(), self.test.sum()
         sets = f"{num_train} training and {num_test} test images"
         if self.leave_one_out:
@@ -111,19 +111,10 @@ class LabelCounts:
             "chance": self.chance,
         }
 
-    def problems(self) -> Iterator[str]:
-        """Yield reasons why an evaluation of these labels would be meaningless."""
-        names = {str(name).lower() for name in self.names or ()}
-        if len(names) > 1 and names <= _SPLITS:
-            yield (
-                f"data: its classes are {', '.join(sorted(names))}: these are parts of a data set; "
-                "name the parts themselves, such as data=DIR/train data.val=DIR/val"
-            )
-
 
 def check_label_counts(evaluations: Mapping[str, Component], counts: LabelCounts) -> None:
-    """Raise ConfigError unless the labels are sufficient for every evaluation."""
-    problems = list(counts.problems())
+    """Raise ConfigError unless the labels are meaningful and sufficient for every evaluation."""
+    problems = list(split_problems(counts.names))
     for key, component in evaluations.items():
         evaluation = EVALUATIONS[component.name](**component.args)
         if hasattr(evaluation, "label_problems"):
@@ -191,7 +182,8 @@ def require_labels(evaluation: Any, counts: LabelCounts) -> None:
 def count_shared_images(train: Features, test: Features) -> int:
     """Return the number of test images whose features equal those of a training image.
 
-    Returns 0 if most training images have the same features as another one (a collapsed network).
+    Features are equal if all their bits are. Returns 0 if at most half of the training images have
+    distinct features (a collapsed network).
     """
     draw = np.random.default_rng(0)
     factors = draw.integers(1, 2**62, size=train.features.shape[1], dtype=np.int64) | 1
@@ -202,7 +194,7 @@ def count_shared_images(train: Features, test: Features) -> int:
 
 
 def _hash_rows(part: Features, factors: np.ndarray) -> np.ndarray:
-    """Return a 64-bit hash of each row: a sum modulo 2^64, exact in any order of summation."""
+    """Return a hash of each row, int64 (N,): a sum modulo 2^64, exact in any order of summation."""
     bits = part.features.cpu().contiguous().numpy().view(np.int32)  # (N, E)
     hashes = np.empty(len(bits), dtype=np.int64)
     for first in range(0, len(bits), 4096):

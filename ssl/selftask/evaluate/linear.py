@@ -15,7 +15,7 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.distributed.heartbeat import activity
-from selftask.evaluate.features import Features
+from selftask.evaluate.features import Features, is_constant
 from selftask.evaluate.figure import Figure
 from selftask.evaluate.label_counts import FewLabels
 from selftask.registry import register_evaluation
@@ -35,7 +35,7 @@ class Linear(FewLabels):
 
     weight_decay: list[float] = setting([0.00001, 0.0001, 0.001, 0.01, 0.1], min=0, nonempty=True)
     """Weight decays to choose from, for the mean cross-entropy; equal to 1 / (C * n) for
-    scikit-learn's cost C.
+    scikit-learn's cost C and n training images.
     """
     iterations: int = setting(200, min=1)
     """Maximum number of iterations of L-BFGS."""
@@ -43,7 +43,10 @@ class Linear(FewLabels):
     """Share of the training images that is held out to choose the weight decay."""
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
-        """Return test accuracies by metric name. The weight decay is chosen on training images.
+        """Return test accuracies, 0 to 1, by metric name.
+
+        The weight decay is chosen on held-out training images; then the classifier is fitted to all
+        training images.
 
         Raises:
             UserError: If images have no labels, or a class has fewer images than an entry of
@@ -96,7 +99,7 @@ class _HeldOut:
 
     weights: Tensor  # (C, R + 1)
     accuracy: float
-    loss: float  # over images of classes in the fit
+    loss: float  # mean cross-entropy over images of classes in the fit
     knows_all_classes: bool
 
 
@@ -129,7 +132,7 @@ class _Problem:
             decay: Weight decay.
             start: Initial weights; None for zeros.
             tolerance: Stop if no entry of the gradient with respect to the scaled weights exceeds
-                it.
+                it. L-BFGS also stops after ``iterations``, or if the loss no longer decreases.
 
         Returns:
             Weights (C, R + 1).
@@ -229,8 +232,7 @@ def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _standardized(train: Features, test: Features) -> tuple[Features, Features]:
     """Standardize both sets with training statistics; constant features are not scaled."""
     mean, deviation = train.features.mean(dim=0), train.features.std(dim=0, correction=0)
-    idle = deviation < 1e-6 * deviation.max().clamp_min(1e-30)
-    deviation = deviation.masked_fill(idle, 1.0)
+    deviation = deviation.masked_fill(is_constant(deviation), 1.0)
     first, second = (
         Features((part.features - mean) / deviation, part.targets, part.indices)
         for part in (train, test)

@@ -20,7 +20,7 @@ from selftask.distributed.heartbeat import track
 from selftask.evaluate.features import FileRows, in_blocks
 
 QUERIES = 512
-"""Number of queries from which on a search is fastest."""
+"""Number of queries of a search; with fewer, it takes more time per query."""
 _BLOCK = 8192  # rows; with 512 queries, their products have 16 MiB, and larger blocks are slower
 _GROUP = 32  # products that are compared with a threshold at once, by their maximum
 _SPARE = 4  # rows that the first pass keeps per neighbor
@@ -137,7 +137,7 @@ class _Rounded(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor, dtype: torch.dtype) -> _Rounded:
-        """Round rows (N, E)."""
+        """Subtract the mean of rows (N, E), and round them to ``dtype``."""
         mean = rows.mean(dim=0)
         unit = max(float(_unit(block - mean, dtype).max()) for block in in_blocks(rows))
         parts, errors, norms = [], [0.0], [0.0]
@@ -223,7 +223,7 @@ def _top(
         least: (B, 1), or None. Smaller products are not needed.
 
     Returns:
-        (B, M). A product of -inf means none.
+        Products and columns, (B, M) each. A product of -inf means none.
     """
     num_groups = -(-products.shape[1] // _GROUP)
     is_small = least is None and num_groups < 2 * k

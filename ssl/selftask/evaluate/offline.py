@@ -52,10 +52,11 @@ def evaluate_backbone(
         config: Config with ``eval.evaluations`` and ``eval.transforms``.
         sources: Training and test images.
         device: Device to compute features on; the backbone is moved to it.
-        world: This process, if several extract the features together. Rank 0 evaluates them;
-            evaluations with ``takes_backbone = True`` run on all ranks, which share their batches.
-        tell: Called with a line about images and classes, and another if test images are also
-            training images.
+        world: This process, if several extract the features together; None for a single one. Rank
+            0 evaluates the features. Evaluations with ``takes_backbone = True`` run on all ranks,
+            which share their batches.
+        tell: Called with lines about images and classes, and with warnings about unreadable images
+            and test images that are also training images.
 
     Returns:
         Metrics by name, and ``train_images``, ``test_images``, ``classes`` and ``chance`` of each
@@ -64,6 +65,7 @@ def evaluate_backbone(
     Raises:
         UserError: If labels are missing or do not allow the evaluation. Known labels are checked
             before features are computed.
+        RunError: If another rank has failed or ended.
     """
     on_backbone = takes_backbone(config.eval.evaluations)
     evaluations = {k: c for k, c in config.eval.evaluations.items() if k not in on_backbone}
@@ -102,7 +104,7 @@ def evaluate_backbone(
 
 
 def _test_sets(sources: Sources) -> dict[str, Source | None]:
-    """Return the test images by name; None for the training images."""
+    """Return the test images by name of the set; None stands for the training images."""
     main = {} if sources.val is None and sources.val_sets else {"": sources.val}
     return {**main, **sources.val_sets}
 
@@ -132,7 +134,7 @@ def _report_labels(
     expected: LabelCounts | None,
     tell: Callable[[str], None],
 ) -> dict[str, float]:
-    """Report the labels of the readable images of a test set, and return them as metrics."""
+    """Report the label counts of the readable images of a test set, and return their facts."""
     counts = LabelCounts.of_targets(
         train.targets,
         test.targets,
@@ -177,7 +179,8 @@ def iterate_source(
         tell: Called on rank 0 with a line about unreadable images, if there are any.
 
     Raises:
-        UserError: If too many images are unreadable.
+        UserError: As ``iterate_in_order``.
+        RunError: As ``iterate_in_order``.
     """
     batches = eval_batches(config, source, device, key)
     yield from iterate_in_order(backbone, batches, device=device)
@@ -188,7 +191,7 @@ def iterate_source(
 def eval_batches(
     config: Config, source: Source, device: torch.device, key: str = "data"
 ) -> EvalBatches:
-    """Return batches of the images of a source, with ``eval.transforms``.
+    """Return batches of up to 256 images of a source, with ``eval.transforms``.
 
     Args:
         config: Config with ``eval.transforms``.

@@ -61,10 +61,10 @@ def in_order(compute: Callable[[Batch], T], batches: EvalBatches) -> Iterator[T]
     Args:
         compute: Batch -> result; with several ranks, its tensors must be on the CPU. It must not
             communicate between ranks.
-        batches: All batches. This rank's share of them remains.
+        batches: All batches; changed in place to this rank's share of them.
 
     Raises:
-        UserError: If too few images can be read.
+        UserError: If no image or too few images can be read.
         RunError: If another rank has failed or ended.
     """
     _take_share(batches)
@@ -86,11 +86,12 @@ def iterate_in_order(
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
-        batches: All batches. This rank's share of them remains.
+        batches: All batches; changed in place to this rank's share of them.
         device: Device of the backbone.
 
     Raises:
-        UserError: As in ``extract_features``.
+        UserError: If features are not finite, too many images are unreadable, or the backbone does
+            not accept the size of the images.
         RunError: If another rank has failed or ended.
     """
     _take_share(batches)
@@ -118,6 +119,10 @@ def _of_all_ranks(results: Iterator[tuple[Tensor, T]], batches: EvalBatches) -> 
     Args:
         results: Indices of the images of each of this rank's batches, and its result.
         batches: This rank's batches.
+
+    Raises:
+        UserError: On every rank, if one of several ranks raised a UserError.
+        RunError: On every rank, if one of several ranks raised another error.
     """
     if world_size() == 1:
         yield from (result for _, result in results)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from selftask.config.checks.requirements import label_free, takes_backbone
-from selftask.config.extensions.user_code import check_takes
+from selftask.config.extensions.user_code import check_takes, source_of
 from selftask.config.schema import Component, Config, EvalConfig
 from selftask.data.labels import is_labeled
 from selftask.data.loading.open_data import Sources
@@ -21,6 +21,7 @@ from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.figure import Figure
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts
 from selftask.evaluate.validation import validation_loss
+from selftask.logs.rows import RESERVED_COLUMNS
 from selftask.models.features.averaged_views import AveragedViews
 from selftask.models.features.pooled_layers import PooledLayers
 from selftask.registry import EVALUATIONS
@@ -34,8 +35,8 @@ def evaluate_task(task: Task) -> dict[str, float]:
     choose their images themselves, and all ranks share them. If there are no others, there is no
     ``eval_images_per_s``.
 
-    Metrics of the sets of ``data.val_sets`` are called ``NAME/knn_top1``. The state of the run does
-    not change.
+    Metrics of the sets of ``data.val_sets`` are called ``NAME/knn_top1``. Every rank must call this
+    function. The state of the run does not change.
     """
     data = task.data_module
     losses: dict[str, float] = {}
@@ -137,7 +138,7 @@ def check_evaluations(config: Config, sources: Sources) -> str | None:
 
 
 def evaluated_model(backbone: nn.Module, config: EvalConfig) -> nn.Module:
-    """Return the backbone, wrapped if needed to output ``eval.layers`` or to average over views."""
+    """Return the backbone, wrapped if ``eval.layers``, ``eval.flip`` or ``eval.scales`` need it."""
     layers, flip, scales = config.layers, config.flip, config.scales
     model = PooledLayers(backbone, layers, config.pool) if layers else backbone
     if not flip and set(scales) <= {1.0}:
@@ -195,8 +196,8 @@ def run_evaluations(
         Metrics by name.
 
     Raises:
-        UserError: If two evaluations return a metric of the same name, or if a result is not a
-            number.
+        UserError: If two evaluations return a metric of the same name, a result is not a number, or
+            an evaluation cannot use the features or labels.
     """
     row: dict[str, float] = {}
     gathered: tuple[Features, Features] | None = None
@@ -227,9 +228,13 @@ def over_seeds(evaluation: Any, inputs: tuple[Any, ...], key: str) -> dict[str, 
         key: Config key of the evaluation, for errors.
 
     Raises:
-        UserError: If the evaluation does not take these arguments, or as in ``flat_scores``.
+        UserError: If the evaluation cannot be called or does not take these arguments, or as in
+            ``flat_scores``.
     """
     names = ["train", "test"] if len(inputs) == 2 else ["backbone", "config", "sources", "device"]
+    if not callable(evaluation):
+        kind = type(evaluation)
+        raise UserError(f"{source_of(kind)}: {key}: {kind.__name__} has no method __call__")
     check_takes(evaluation, names, key)
     seeds = evaluation.seeds if hasattr(evaluation, "seed") and hasattr(evaluation, "seeds") else 1
     if seeds == 1:
@@ -256,7 +261,7 @@ def flat_scores(metrics: Any, key: str, prefix: str = "") -> dict[str, float]:
         raise UserError(f"{key} gives {metrics!r:.60}; metrics by name are expected")
     flat: dict[str, float] = {}
     for name, value in metrics.items():
-        if f"{prefix}{name}" in ("step", "epoch", "loss", "lr"):
+        if f"{prefix}{name}" in RESERVED_COLUMNS:
             raise UserError(f"{key}: {name} is a column of training; give the metric another name")
         if isinstance(value, Mapping):
             flat |= flat_scores(value, key, f"{prefix}{name}/")

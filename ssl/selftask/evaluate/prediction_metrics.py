@@ -76,13 +76,14 @@ def _accuracy(predictions: Predictions, topk: Sequence[int] | None) -> dict[str,
 def expected_calibration_error(probability: np.ndarray, correct: np.ndarray, bins: int) -> float:
     """Return the mean absolute gap between confidence and accuracy in bins of confidence.
 
-    Guo et al. (arXiv:1706.04599), eq. 3: sum over bins of |B| / N * |acc(B) - conf(B)|; bin m of M
-    contains confidences in ((m - 1) / M, m / M].
+    Guo et al. (arXiv:1706.04599), eq. 3: sum over bins B of |B| / N * |acc(B) - conf(B)|, with the
+    accuracy and the mean confidence of the |B| images in a bin. Bin m of M contains confidences in
+    ((m - 1) / M, m / M].
 
     Args:
         probability: (N,), probability of the predicted class, in [0, 1].
         correct: (N,) bool.
-        bins: Number of bins of equal width.
+        bins: Number of bins of equal width, M.
     """
     bin_of = np.clip(np.ceil(probability * bins).astype(np.int64) - 1, 0, bins - 1)
     gaps = np.bincount(bin_of, weights=correct - probability, minlength=bins)
@@ -90,7 +91,7 @@ def expected_calibration_error(probability: np.ndarray, correct: np.ndarray, bin
 
 
 def class_table(predictions: Predictions) -> list[dict[str, Any]]:
-    """Return a row for each class: label, name and metrics, which are empty if undefined.
+    """Return a row for each class: label, name and metrics; an undefined metric is ``""``.
 
     With one label per image, the metrics are ``images``, ``predicted`` as this class, ``recall``,
     ``precision`` and ``f1``, and ``average_precision`` if there are scores. With several labels per

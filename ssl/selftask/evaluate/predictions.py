@@ -41,10 +41,12 @@ class Predictions:
 def prediction_file(path: Path, source: Source) -> Iterator[Callable[[Batch], None]]:
     """Context with a file of predictions; yields a function that appends the images of a batch.
 
+    The ``output`` of a batch has the scores (B, C) of its B images.
+
     A CSV file has the columns ``path``, ``label`` (empty without one), ``predicted``, the class of
     the highest score, and ``probability``, its softmax. A ``.npz`` file has the arrays ``paths``,
-    ``labels``, ``scores`` (N, C), and ``classes`` if they have names. The file gets its final name
-    when the context ends without an exception.
+    ``labels``, ``scores`` (N, C), and ``classes`` if the source has their names. The file gets its
+    final name when the context ends without an exception.
 
     Args:
         path: The file.

@@ -97,7 +97,7 @@ def measure_robustness(
     device: torch.device,
     tell: Callable[[str], None] = log.info,
 ) -> dict[str, float]:
-    """Return the errors of k-NN on clean and on corrupted test images.
+    """Return the errors of k-NN, 0 to 1, on clean and on corrupted test images.
 
     Images are corrupted before they are normalized, or read from ``options.folder``. The draws
     depend on ``train.seed`` and on the position of the image among the test images. Several ranks
@@ -109,7 +109,8 @@ def measure_robustness(
         sources: Training and test images, with labels.
         options: Corruptions, and number of test images.
         device: Device to compute features on; the backbone is moved to it.
-        tell: Called with the rows of a table: a corruption and its error at each strength.
+        tell: Called with the rows of a table, a corruption and its error at each strength, and with
+            warnings about images.
 
     Returns:
         ``clean_error``; ``corruption_error``, the mean over corruptions and strengths;
@@ -153,7 +154,7 @@ def measure_robustness(
 
 
 def _test_images(config: Config, sources: Sources, options: RobustnessOptions) -> Source:
-    """Return the test images; raise UserError if they, ``eval.layers`` or labels are wrong."""
+    """Return the test images; raise UserError if they are missing or the config does not fit."""
     if sources.val is None:
         raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
     if len(config.eval.layers) > 1:

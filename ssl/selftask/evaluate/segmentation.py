@@ -42,7 +42,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentationOptions(HeadOptions):
-    """Options of segmentation."""
+    """Options of the segmentation evaluation: patches, heads, and mask values to ignore."""
 
     ignore: list[int] = setting([255], min=0, max=65535)
     """Values in the masks whose pixels do not count, such as 255."""
@@ -75,7 +75,11 @@ class Segmentation(SegmentationOptions):
     def __call__(
         self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
     ) -> dict[str, float]:
-        """Return the metrics of the images in ``val``."""
+        """Return the metrics of the images in ``val``; those in ``data`` are the training images.
+
+        Raises:
+            UserError: As ``open_folders`` and ``evaluate_segmentation``.
+        """
         assert self.data is not None and self.val is not None
         opened = [Folder(Folder.Config(path=images_in(root))) for root in (self.data, self.val)]
         train, test, classes = open_folders(

@@ -30,7 +30,8 @@ class Spectrum:
     """RankMe, alpha-ReQ, NESum and uniformity of the features of the test images.
 
     No labels are needed. Compare checkpoints of one method only: the measures depend on the width
-    of the features and on the images.
+    of the features and on the images. NESum (He and Ozay, ICML 2022) is the sum of the eigenvalues
+    divided by the largest. The uniformity is that of the first 4096 images.
     """
 
     needs_labels: ClassVar[bool] = False
@@ -48,7 +49,9 @@ class Spectrum:
     def __call__(
         self, train: Features | FileFeatures, test: Features | FileFeatures
     ) -> dict[str, float]:
-        """Return the measures of the test images; the training images are not used.
+        """Return ``rankme``, ``alpha``, ``nesum`` and ``feature_uniformity`` of the test images.
+
+        The training images are not used.
 
         Raises:
             UserError: If there are too few images or features, or features are not finite.
@@ -101,25 +104,27 @@ def alpha(variances: Tensor, first: int, last: int) -> float:
 
 
 def uniformity(features: Tensor) -> float:
-    """Return log E exp(-2 |x - y|^2) over pairs of images, as unit vectors.
+    """Return log E exp(-2 |x - y|^2) over pairs of different images, as unit vectors.
 
     Wang and Isola, ICML 2020, arXiv:2005.10242, eq. 3. Lower is more uniform; 0 is collapsed.
+    Features of 0 remain 0, so that those of a network without any output are equal.
 
     Args:
-        features: (N, E), not necessarily normalized.
+        features: (N, E), not necessarily normalized; N is at least 2.
     """
     units = F.normalize(features, dim=1)
-    kernel = torch.exp(4 * (units @ units.T - 1))
+    length = units.square().sum(dim=1)  # 1 or 0
+    kernel = torch.exp(4 * (units @ units.T) - 2 * (length[:, None] + length))
     count = len(units)
     return float(((kernel.sum() - kernel.diagonal().sum()) / (count * (count - 1))).log())
 
 
 def _eigenvalues(features: Tensor | FileRows, mean: Tensor | float = 0.0) -> Tensor:
-    """Return the min(N, E) largest eigenvalues of ``x.T @ x``, descending.
+    """Return the min(N, E) largest eigenvalues of ``x.T @ x``, descending, float64.
 
     Args:
         features: (N, E); x are these minus ``mean``, in double precision.
-        mean: (E,).
+        mean: (E,), or 0.
     """
     if len(features) < features.shape[1]:
         rows = features[:].double() - mean

@@ -32,13 +32,15 @@ class SVM(FewLabels):
     """Linear SVM: svm_top1 and svm_map with all labels, svm_4_labels_top1 with 4 labels per class.
 
     ``map`` is the mean over classes of the average precision, the area under the precision-recall
-    curve. The cost is chosen on training images only.
+    curve. The cost of each class is chosen on training images only.
     """
 
     costs: list[float] = setting([0.01, 0.1, 1.0, 10.0], above=0, nonempty=True)
-    """Costs to choose from: weights of the hinge loss, C in scikit-learn."""
+    """Costs to choose from: weights of the squared hinge loss, C in scikit-learn."""
     folds: int = setting(3, min=2)
-    """Number of folds of the cross-validation that chooses the cost."""
+    """Number of folds of the cross-validation that chooses the cost, at most the number of images
+    of the class. With one image of a class, the first cost is used.
+    """
     iterations: int = setting(2000, min=1)
     """Maximum number of iterations of liblinear."""
 
@@ -83,7 +85,7 @@ class SVM(FewLabels):
         if self.only_test_classes:
             scores[:, ~np.isin(classes, y_test)] = -np.inf
         top1 = classes[scores.argmax(axis=1)] == y_test
-        return Figure.of_scores(top1), float(np.mean(precision))
+        return Figure.of_scores(top1), float(np.mean(precision)) if precision else 0.0
 
     def _scores(self, x: np.ndarray, is_class: np.ndarray, x_test: np.ndarray) -> np.ndarray:
         """Return the decision function (N,) of test images for one class against the others."""

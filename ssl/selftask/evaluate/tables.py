@@ -12,7 +12,7 @@ from selftask.errors import UserError, explained, plural
 def read_rows(
     path: Path, columns: Sequence[str], prefix: str, delimiter: str = ","
 ) -> list[dict[str, str]]:
-    """Return the rows of a table, with the cells by column.
+    """Return the rows of a table as dicts of column -> cell; missing cells are empty.
 
     Args:
         path: The file, in UTF-8.

@@ -19,11 +19,12 @@ from selftask.task.scoring import forward_without_hooks
 
 @torch.no_grad()
 def validation_loss(task: Task, name: str = "") -> dict[str, float]:
-    """Return ``val_loss``, and ``val_NAME`` of each term: means over the batches of a set.
+    """Return ``val_loss`` and ``val_TERM`` of each term: means over the batches of all ranks.
 
     The views are those of training with the draws of epoch 0, so they are the same at each
-    evaluation and on any number of ranks. Network, teachers and method are in eval mode, so no
-    statistics change. With a schedule-free optimizer, the network has the averaged weights.
+    evaluation and, if the set fills a global batch, on any number of ranks. Network, teachers and
+    method are in eval mode, so no statistics change. With a schedule-free optimizer, the network
+    has the averaged weights.
 
     Args:
         task: The task.

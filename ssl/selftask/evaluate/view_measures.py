@@ -52,7 +52,11 @@ class ViewMeasures:
     def __call__(
         self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
     ) -> dict[str, float]:
-        """Return the measures of images of ``data.val``, or of ``data`` if that is missing."""
+        """Return the measures of the images of ``data.val`` or, without it, of ``data``.
+
+        Raises:
+            UserError: As ``measure_views``.
+        """
         row = measure_views(backbone, config, sources, self, device=device)
         return {name: row[name] for name in ("lidar", "feature_alignment")}
 
@@ -177,12 +181,13 @@ def alignment(features: Tensor) -> float:
     """Return the mean squared distance between unit vectors of two views of an image, 0 to 4.
 
     Wang and Isola, ICML 2020, arXiv:2005.10242, eq. 2 with exponent 2. Lower is more invariant.
+    Features of 0 remain 0.
 
     Args:
         features: (N, Q, E), rows of one image are its views.
     """
     units = F.normalize(features.double(), dim=2)
     num_views = units.shape[1]
-    squared = units.sum(dim=1).square().sum(dim=1)  # sum of all cosines, also of equal views
-    cosine = (squared - num_views) / (num_views * (num_views - 1))
-    return float((2 - 2 * cosine).mean())
+    squared = units.sum(dim=1).square().sum(dim=1)  # sum of all products, also of equal views
+    lengths = units.square().sum(dim=(1, 2))  # number of views whose features are not 0
+    return float((2 * (num_views * lengths - squared) / (num_views * (num_views - 1))).mean())

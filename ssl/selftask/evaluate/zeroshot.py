@@ -62,9 +62,9 @@ def measure_zeroshot(
 ) -> dict[str, float]:
     """Return the accuracy of the class whose prompts are most similar to the image.
 
-    Radford et al., arXiv:2103.00020, section 3.1: a class is the mean of the unit embeddings of its
-    prompts. Similarity is the cosine, so that temperature and bias do not matter. Several ranks
-    share the images.
+    Radford et al., arXiv:2103.00020, section 3.1: a class is represented by the mean of the unit
+    embeddings of its prompts. Similarity is the cosine, so that temperature and bias do not matter.
+    Several ranks share the images.
 
     Args:
         model: Embeds images and texts.
@@ -72,7 +72,8 @@ def measure_zeroshot(
         sources: Images; those of ``data.val`` are tested or, without it, those of ``data``.
         options: Names of the classes, and prompts.
         device: Device to compute on; the model is moved to it.
-        tell: Called with a line about the classes, and about unreadable images.
+        tell: Called with a line about the classes, and with warnings about unreadable images and
+            classes without test images.
 
     Returns:
         ``zeroshot_top1``; ``zeroshot_top5`` for more than five classes;
@@ -81,7 +82,7 @@ def measure_zeroshot(
 
     Raises:
         UserError: If the test images lack labels, a class lacks a name, a table or file is damaged,
-            or two classes have the same embedding.
+            two classes have the same embedding, or ``eval.layers`` is set.
     """
     if config.eval.layers:
         raise UserError("eval.layers: zeroshot compares the output with texts; leave it out")
@@ -162,7 +163,7 @@ def mean_per_class(scores: Tensor, targets: Tensor) -> Figure:
 
 
 def read_names(table: str | None, classes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of each class, from a table or else from the classes themselves.
+    """Return the names of each class: those of a table, or else its own with spaces for ``_``.
 
     Args:
         table: Path of the table with the columns class and name.
@@ -195,7 +196,7 @@ def read_names(table: str | None, classes: Sequence[str]) -> dict[str, list[str]
 
 
 def read_templates(file: str | None) -> Sequence[str]:
-    """Return the prompts of a file, one per line, or those of the paper if no file is given.
+    """Return the prompts of a file, one per line that is not blank; ``TEMPLATES`` if it is None.
 
     Raises:
         UserError: If it cannot be read or is empty, or a line lacks ``{}``.
@@ -219,7 +220,7 @@ def read_templates(file: str | None) -> Sequence[str]:
 
 
 def _class_names(test: Source, train: Source) -> list[str]:
-    """Return the name of each class, or its number."""
+    """Return the names of all classes, or their numbers as text if they have no names."""
     names = test.class_names() or train.class_names()
     return names or [str(number) for number in range(max(test.num_classes, train.num_classes))]
 

@@ -44,9 +44,9 @@ def is_remote(path: str | Path) -> bool:
 
 
 def manager(address: str) -> PathManager:
-    """Return the PathManager with a handler for this address. Its telemetry is off.
+    """Return iopath's global PathManager, with a handler for this address and without telemetry.
 
-    Raises UserError if neither iopath nor fsspec knows the scheme.
+    Raises UserError if neither iopath nor fsspec knows the scheme, or a package for it is missing.
     """
     from iopath.common.file_io import PathManagerFactory
 
@@ -62,24 +62,24 @@ def manager(address: str) -> PathManager:
 
 
 def exists(address: str) -> bool:
-    """Return True if a file or folder exists. Raises UserError if the store does not answer."""
+    """Return True if a file or folder exists. Raises UserError if this cannot be determined."""
     return _ask(address, "exists")
 
 
 def is_file(address: str) -> bool:
-    """Return True if a file exists. Raises UserError if the store does not answer."""
+    """Return True for an existing file. Raises UserError if this cannot be determined."""
     return _ask(address, "isfile")
 
 
 def is_folder(address: str) -> bool:
-    """Return True if a folder exists. Raises UserError if the store does not answer."""
+    """Return True for an existing folder. Raises UserError if this cannot be determined."""
     return _ask(address, "isdir")
 
 
 def list_names(address: str) -> list[str]:
     """Return the sorted names in a folder; an empty list if there is no such folder.
 
-    Raises UserError if the store does not answer.
+    Raises UserError if the folder cannot be listed.
     """
     if not is_folder(address):
         return []
@@ -89,7 +89,7 @@ def list_names(address: str) -> list[str]:
 def walk(address: str) -> Iterator[str]:
     """Yield the paths of all files below a folder, relative to it, sorted in each folder.
 
-    Raises UserError if the store does not answer.
+    Yields nothing if there is no such folder. Raises UserError if a folder cannot be listed.
     """
     for name in list_names(address):
         inside = f"{address.rstrip('/')}/{name}"
@@ -129,16 +129,16 @@ def read_range(address: str, offset: int, size: int) -> bytes:
 def find(address: str, *, pattern: bool = False) -> list[tuple[str, int, str]]:
     """Return the files at an address.
 
-    Errors of the handler are not converted.
+    Errors of the handler are not converted, such as FileNotFoundError for a missing file.
 
     Args:
         address: Address of a file, or a pattern.
-        pattern: Whether ``address`` is a pattern.
+        pattern: Whether ``address`` is a pattern with ``*``, ``?``, ``[...]`` or ``**/``.
 
     Returns:
         Address, size in bytes (-1 if unknown) and stamp of each file. The stamp is a text that
-        changes with the content. It is empty for handlers other than fsspec's, so replacing a file
-        by another one of the same size is not noticed.
+        changes with the content. If it is unknown, as with handlers other than fsspec's, it is
+        empty, and replacing a file by another one of the same size is not noticed.
     """
     handler = _fsspec_handler(address)
     if handler is not None:
@@ -158,7 +158,7 @@ def download(address: str, path: Path) -> None:
 
 
 def upload(path: Path, address: str) -> None:
-    """Copy a local file to the store; an existing file is replaced.
+    """Copy a local file to the store; an existing file is replaced, a missing folder created.
 
     Errors of the handler are not converted.
     """
@@ -175,8 +175,8 @@ def remove(address: str) -> None:
 def fetch(path: str | Path) -> Path:
     """Return a local path of a file given by a user; a file at an address is downloaded.
 
-    The handler decides how long the copy is kept. Raises UserError for an address that cannot be
-    read.
+    The handler decides how long the copy is kept. In a local path only ``~`` is replaced; it may
+    not exist. Raises UserError for an address that cannot be read.
     """
     if not is_remote(path):
         return expand_user(path)
@@ -187,9 +187,9 @@ def fetch(path: str | Path) -> Path:
 def output_folder(out: str | Path) -> Iterator[Path]:
     """Context manager that yields a local folder to write to, and uploads it if ``out`` is remote.
 
-    A local ``out`` itself is yielded, and not created. Files are uploaded at exit, in the order in
-    which they were written. After an error nothing is uploaded. Raises UserError if the upload
-    fails.
+    For a local ``out`` that path is yielded, with ``~`` replaced, and not created. For an address,
+    the files of a temporary folder are uploaded at exit, in the order in which they were written;
+    after an error nothing is uploaded. Raises UserError if the upload fails.
     """
     if not is_remote(out):
         yield expand_user(out)

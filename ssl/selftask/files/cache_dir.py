@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -39,8 +40,9 @@ def cache_folder() -> Path:
 def locked(path: Path) -> Iterator[None]:
     """Context manager that only one process of this machine enters at a time, per ``path``.
 
-    The kernel releases the lock when the process ends, however it ends. On file systems without
-    locks (some network file systems) it has no effect.
+    ``path`` is an empty lock file, which is created. The kernel releases the lock when the process
+    ends, however it ends. On file systems without locks (some network file systems) it has no
+    effect.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
@@ -52,9 +54,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def take_lock(file: IO[str]) -> bool:
-    """Try to lock an open file; return True on success. Raises OSError if there are no locks."""
-    import fcntl
+    """Try to lock an open file, and return whether this succeeded.
 
+    Raises OSError if the file system has no locks.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -30,16 +30,16 @@ class FsspecHandler(PathHandler):
 
     @classmethod
     def of(cls, address: str) -> FsspecHandler:
-        """Return the handler for the scheme of an address; raise AddressError if it is unknown."""
+        """Return the handler for the scheme of an address; raise AddressError as ``store_of``."""
         store_of(address)
         return cls(address.partition("://")[0] + "://")
 
     def find(self, path: str, pattern: bool) -> list[tuple[str, int, str]]:
-        """Return address, size and stamp of each file; see ``addresses.find``.
+        """Return address, size in bytes and stamp of each file, sorted; see ``addresses.find``.
 
         Args:
             path: Address of a file, or a pattern.
-            pattern: Whether ``path`` is a pattern; matches are sorted.
+            pattern: Whether ``path`` is a pattern.
         """
         store, inside = store_of(path)
         infos = store.glob(inside, detail=True) if pattern else {inside: store.info(inside)}
@@ -55,7 +55,7 @@ class FsspecHandler(PathHandler):
         Args:
             path: Address of the file.
             offset: Position of the first byte.
-            size: Maximum number of bytes.
+            size: Maximum number of bytes; fewer are returned at the end of the file.
         """
         return cast(bytes, _ask(path, "cat_file", start=offset, end=offset + size))
 
@@ -63,7 +63,10 @@ class FsspecHandler(PathHandler):
         return [self._prefix]
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        """Return the cached copy of this version (size and stamp), downloaded if needed."""
+        """Return the cached copy of this version (size and stamp); download it if there is none.
+
+        With ``force`` it is downloaded again.
+        """
         store, inside = store_of(path)
         version = f"{path} {_stat(store.info(inside))}"
         folder = cache_folder() / "files" / f"{zlib.crc32(version.encode()):08x}"

@@ -43,7 +43,10 @@ class PackageHandler(PathHandler):  # type: ignore[misc]  # iopath's class is un
 
 
 def local_path(address: str) -> Path:
-    """Return the path of a file of a package; raise UserError if the package is not installed."""
+    """Return the path of a file of a package, which may not exist.
+
+    Raises UserError if no such package is installed. A module without a folder is no package.
+    """
     name, _, inside = address.removeprefix(PREFIX).partition("/")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     folders = spec.submodule_search_locations if spec is not None else None

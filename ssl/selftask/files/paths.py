@@ -53,7 +53,8 @@ def names_in(folder: str | Path) -> list[str]:
 def explain(error: OSError) -> str | None:
     """Return a one-line message for a system error, such as a full disk; None for other errors.
 
-    The result is also None for a missing file, which the caller reports.
+    The result is also None for a missing file, which the caller reports, and for an error without a
+    file name, unless the disk or a quota is full.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # of a write
         return f"{_strerror(error)}: the output or a file could not be written"

@@ -59,7 +59,10 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise UnreadableFile if a path exists and is neither a regular file nor a folder."""
+    """Raise UnreadableFile if a path exists and is neither a regular file nor a folder.
+
+    Links are followed. A path that cannot be examined is accepted.
+    """
     try:
         mode = os.stat(path).st_mode
     except OSError:  # whoever opens it reports this
@@ -93,10 +96,11 @@ def read_bytes(path: str | Path, most: int = MAX_BYTES) -> bytes:
 
 
 def read_json(path: str | Path, most: int = MAX_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file; see ``read_bytes`` for errors.
+    """Return the object in a JSON file of at most ``most`` bytes.
 
     Raises:
-        UnreadableFile: If it is not a JSON object.
+        UnreadableFile: If it is not a JSON object, or as ``read_bytes``.
+        OSError: As ``read_bytes``.
     """
     try:
         content = json.loads(read_bytes(path, most))
@@ -116,7 +120,10 @@ class Kind:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a finite number with which arithmetic does not overflow; not for a bool."""
+    """Return True for an int of at most 2**53 or a float of at most 1e100, by absolute value.
+
+    Arithmetic with such numbers does not overflow. The result is False for a bool.
+    """
     if type(value) is int:
         return -_LARGEST <= value <= _LARGEST
     return type(value) is float and abs(value) <= _LARGEST_FLOAT

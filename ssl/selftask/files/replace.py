@@ -24,7 +24,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """Context manager that yields a temporary path, whose file replaces ``path`` at exit.
 
     A reader never sees an incomplete file. Each thread has a temporary file of its own. After an
-    error it is removed; those of killed processes are removed the next time the file is written.
+    error it is removed. Those of killed processes are removed the next time the file is written,
+    but on another machine only after an hour.
     """
     writer = f"{socket.gethostname()}.{os.getpid()}-{threading.get_native_id()}"
     temporary = path.with_name(f".{path.name}.{writer}.tmp")

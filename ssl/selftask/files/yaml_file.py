@@ -25,7 +25,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     References such as ``${oc.env:HOME}`` are not resolved.
 
     Raises:
-        UnreadableFile: If it is not a mapping, is too large, or is not a regular file.
+        UnreadableFile: If it is no yaml, not a mapping, exceeds the limits on size and nesting, or
+            is not a regular file.
         OSError: If it is missing or cannot be opened.
     """
     return parse_yaml(read_bytes(path), path)
@@ -89,7 +90,9 @@ def check_size(document: yaml.Node | None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON types; dates and integers above 64 bits become strings."""
+    """Convert a value to JSON types; integers above 64 bits and values of other types, such as
+    dates, become strings.
+    """
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set):

@@ -1,1 +1,1 @@
-"""Hooks that come with selftask; each is registered under the name of its file."""
+"""Hooks that come with selftask, registered under the names that the section ``hooks`` uses."""

@@ -48,8 +48,8 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
 
     Hooks run in the order of ``priority``, lowest first, after the method; ``hooks.NAME.priority``
     changes it for one run. A hook with state returns it from ``state_dict`` as tensors and plain
-    Python objects. A method named ``on_...``, ``before_...`` or ``after_...`` that is not a hook
-    point raises a TypeError.
+    Python objects. A class with a method named ``on_...``, ``before_...`` or ``after_...`` that is
+    not a hook point raises a TypeError when it is defined.
     """
 
     priority: ClassVar[int] = 50
@@ -86,14 +86,15 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
 
         Args:
             task: The task; ``task.train`` is False in a test phase.
-            batches: The batches to read.
+            batches: The batches of the loader, or those returned by the previous hook.
         """
         return batches
 
     def wrap_reduction(self, task: Task, reduce: Callable[[], None]) -> Callable[[], None]:
-        """Return the function that reduces gradients over ranks; it must call ``reduce`` once.
+        """Return the function that reduces the gradients of ``optimizer`` over ranks.
 
-        Called when the task is built, before the first step.
+        It must call ``reduce`` once. This method is called when the task is built, before the first
+        step.
 
         Args:
             task: The task.
@@ -128,8 +129,18 @@ POINTS = tuple(name for name in vars(Hook) if name.startswith(("on_", "before_",
 WRAPPERS = tuple(name for name in vars(Hook) if name.startswith("wrap_"))
 
 
+class ReleasedAtEnd(Hook):
+    """Base class of hooks that release what they hold at the end of a run or after an error."""
+
+    def on_end(self, task: Task) -> None:
+        self.release()
+
+    def on_exception(self, task: Task) -> None:
+        self.release()
+
+
 def defines(hook: Any, point: str) -> bool:
-    """Return True if a hook's class overrides the method ``point`` of its base class.
+    """Return True if a hook has a method ``point`` other than that of ``Hook`` or ``ClassyHook``.
 
     Args:
         hook: A hook of selftask or of Classy Vision; hooks of the latter have only five of the

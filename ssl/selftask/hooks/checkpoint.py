@@ -22,10 +22,11 @@ log = get_logger(__name__)
 @register_hook("checkpoint")
 @dataclass(eq=False, kw_only=True)
 class SaveCheckpoints(Hook):
-    """Saves a checkpoint every ``train.checkpoint_every``, and those selected by ``train.keep_*``.
+    """Saves a checkpoint every ``train.checkpoint_every``, and at the end of training.
 
-    A save due at the end of a phase comes after the phase's other hooks (evaluations, k-means), so
-    that a resume neither repeats nor skips them.
+    Checkpoints selected by ``train.keep_best`` and ``train.keep_every`` are also saved. A save due
+    at the end of a phase comes after the phase's other hooks (evaluations, k-means), so that a
+    resume neither repeats nor skips them.
     """
 
     priority: ClassVar[int] = 90
@@ -44,7 +45,7 @@ class SaveCheckpoints(Hook):
         task.checkpoints.kept = self.kept
 
     def _resumed(self, task: Task) -> Kept:
-        """Return which existing checkpoints to keep, from the resumed state and the file."""
+        """Return the checkpoints to keep, from the resumed state and ``kept.json``."""
         folder = task.checkpoints.folder
         sources = [Kept.read(folder)]  # may have a newer value of the last step than the state
         if self.loaded:

@@ -22,7 +22,7 @@ class EmptyCache(Hook):
 
     priority: ClassVar[int] = 90
     every: int = setting(1000, min=1)
-    """Steps between calls."""
+    """Number of train steps between releases of the cache."""
 
     def on_step(self, task: Task) -> None:
         if task.train and task.steps_done % self.every == 0:

@@ -25,9 +25,10 @@ class EvaluateBackbone(Hook):
     """Runs ``eval.evaluations`` at step 0, every ``eval.every`` and at the end.
 
     Those before ``eval.start`` are skipped, except at the end. Without labels, only evaluations
-    that need none run. Metrics and ``eval_s``, the run time, are written to ``metrics.jsonl``.
-    Metrics of averaged weights have a prefix, as in ``ema_knn_top1``. The function
-    ``task.evaluate``, set by the launcher, computes them. The state of the run does not change.
+    that need none run. Metrics and ``eval_s``, the run time in seconds, are written to
+    ``metrics.jsonl``. Metrics of averaged weights have a prefix, as in ``ema_knn_top1``. The
+    function ``task.evaluate``, set by the launcher, computes them; without it nothing is evaluated.
+    The state of the run does not change.
     """
 
     priority: ClassVar[int] = 65

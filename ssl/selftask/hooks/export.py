@@ -19,7 +19,8 @@ from selftask.registry import register_hook
 class ExportBackbone(Hook):
     """Writes ``export/backbone.pt``, ``.safetensors`` and ``.json`` when the run ends.
 
-    Additional backbones of the method are written to the folders ``export/NAME``.
+    The weights are those of the hook ``ema`` or ``swa`` if its ``export`` is set. Additional
+    backbones of the method are written to the folders ``export/NAME``.
     """
 
     priority: ClassVar[int] = 80

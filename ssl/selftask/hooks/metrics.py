@@ -14,7 +14,7 @@ from torch import Tensor
 from selftask.data.loading.data_stall import WaitWatch, wait_advice
 from selftask.distributed.collectives import rank
 from selftask.hooks.base import Hook, Task
-from selftask.hooks.failures.non_finite import REMEDY, NonFiniteLoss
+from selftask.hooks.failures.non_finite import REMEDY, NonFiniteLoss, check_weights
 from selftask.hooks.watching.loader_check import advice
 from selftask.logs import get_logger
 from selftask.logs.pace import Pace, over_ranks, settings_of_groups, take_memory_mb
@@ -26,12 +26,13 @@ log = get_logger(__name__)
 @register_hook("metrics")
 @dataclass(eq=False, kw_only=True)
 class Metrics(Hook):
-    """Writes a row every ``train.log_every`` steps; detects a loss that is not finite.
+    """Writes a row every ``train.log_every`` steps and after the last; detects a non-finite loss.
 
     ``loss`` is the mean over the steps since the previous row, ``loss_median`` their median. Times,
-    ``data_wait`` and ``memory_mb`` are maxima over ranks. ``step_s`` is the mean time of a step
-    including evaluations and checkpoints, which hardly affect the median, ``step_s_median``. Warns
-    once, with advice, if training keeps waiting for data.
+    ``data_wait`` and ``memory_mb`` are maxima over ranks. ``step_s`` is the mean time of a step in
+    seconds, including evaluations and checkpoints, which hardly affect the median,
+    ``step_s_median``. ``data_wait`` is the share of this time spent waiting for data; the hook
+    warns once, with advice, if it stays large.
 
     Losses stay on the device between rows, so that the host waits for the device only when a row is
     written. A loss that is not finite is therefore detected at the next row or before the next
@@ -82,7 +83,9 @@ class Metrics(Hook):
             self.test_phase.close()
 
     def before_save(self, task: Task) -> None:
-        self._losses(task)  # raises if a loss is not finite, so that such a state is not saved
+        """Raise NonFiniteLoss if a loss or a weight is not finite, so that it is not saved."""
+        self._losses(task)
+        check_weights(task)
 
     def _write(self, task: Task) -> None:
         losses = self._losses(task)

@@ -43,7 +43,7 @@ class MixedResolution(Hook):
     group gets its size at this index; groups that are not listed keep their size.
     """
     shares: list[float] | None = setting(None, min=0)
-    """Share of the batches for each entry; shares sum to 1. null: equal shares."""
+    """Probability of each index into the lists of ``sizes``; they sum to 1. null: all equal."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         numbers = {len(sizes) for sizes in self.sizes.values()}
@@ -55,7 +55,7 @@ class MixedResolution(Hook):
             yield f"shares: their sum is {sum(self.shares):g}, not 1"
 
     def on_start(self, task: Task) -> None:
-        """Check the sizes; raise UserError if one is impossible."""
+        """Raise UserError if a group is unknown or a size is not a multiple of the patch size."""
         self.seed, patch = task.config.train.seed, patch_size(task.config.backbone)
         for group, sizes in self.sizes.items():
             key = f"hooks.mixed_resolution.sizes.{group}"
@@ -101,7 +101,10 @@ class MixedResolution(Hook):
 
 
 def resized(view: Tensor, size: int) -> Tensor:
-    """Return a view resized to (B, C, size, size), bicubic and antialiased."""
+    """Return a view (B, C, H, W) resized to (B, C, size, size), bicubic and antialiased.
+
+    A view that has this size is returned as it is.
+    """
     if view.shape[-2:] == (size, size):
         return view
     return F.interpolate(view, size=(size, size), mode="bicubic", antialias=True)

@@ -40,13 +40,13 @@ class Mixup(Hook):
     priority: ClassVar[int] = 40
 
     mixup: float = setting(0.8, min=0, also=["mixup_alpha", "alpha"])
-    """Parameter of mixup's Beta distribution; 0: no mixup."""
+    """Parameter alpha of mixup's distribution Beta(alpha, alpha); 0: no mixup."""
     cutmix: float = setting(1.0, min=0, also=["cutmix_alpha"])
-    """Parameter of CutMix's Beta distribution; 0: no CutMix."""
+    """Parameter alpha of CutMix's distribution Beta(alpha, alpha); 0: no CutMix."""
     p: float = setting(1.0, min=0, max=1, also=["prob", "mix_prob"])
     """Probability that a pair is mixed."""
     switch_p: float = setting(0.5, min=0, max=1, also=["switch_prob"])
-    """Probability of CutMix, if both are enabled."""
+    """Probability of CutMix instead of mixup for a mixed pair, if both are enabled."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.mixup and not self.cutmix:
@@ -71,7 +71,11 @@ class Mixup(Hook):
             yield batch
 
     def mix(self, batch: Batch) -> None:
-        """Mix views and labels of a batch in place; raise UserError if labels are not (B,)."""
+        """Mix the views of a batch in place, and its labels if the method uses them.
+
+        Raises:
+            UserError: If the labels to mix are not (B,).
+        """
         if self.num_classes is not None and batch.labels.ndim > 1:
             raise UserError("hooks.mixup: labels with unknown entries (method.targets) do not mix")
         lam, box, is_cut = (
@@ -94,8 +98,9 @@ class Mixup(Hook):
         """Draw the parameters of each pair, from the key of its first image.
 
         Returns:
-            lambda (P,) float32; boxes (P, 4) float32: center y and x, height and width as shares of
-            the image; whether CutMix is used for the pair, (P,) bool.
+            lambda (P,) float32, 1 for a pair that is not mixed; boxes (P, 4) float32: center y and
+            x, height and width as shares of the image; whether CutMix is used for the pair, (P,)
+            bool.
         """
         lam, box = np.ones(len(keys), np.float32), np.zeros((len(keys), 4), np.float32)
         is_cut = np.zeros(len(keys), bool)

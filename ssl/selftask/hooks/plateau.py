@@ -33,17 +33,21 @@ class Plateau(Hook):
     metric: str
     """Any column of metrics.jsonl, such as ``knn_top1``."""
     mode: Mode = "auto"
-    """Whether large or small values are good; auto: small for losses and distances."""
+    """Which values are good. max: large ones; min: small ones; auto: by the name of the metric,
+    small ones for losses, errors and distances.
+    """
     factor: float = setting(0.1, above=0, below=1)
     """Factor of the learning rate at each reduction."""
     patience: int = setting(3, min=0)
-    """Number of rows without improvement that are tolerated."""
+    """Number of consecutive rows without improvement that are tolerated; the next one reduces the
+    learning rate.
+    """
     threshold: float = setting(1e-4, min=0)
     """Smallest relative improvement that counts."""
     cooldown: int = setting(0, min=0)
-    """Rows to wait after each reduction."""
+    """Number of rows after each reduction in which missing improvement does not count."""
     min_factor: float = setting(0.0, min=0, max=1)
-    """Lowest total factor."""
+    """Lower limit of the product of all reductions."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         optimizer = config["optimizer"]

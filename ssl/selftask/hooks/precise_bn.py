@@ -34,7 +34,7 @@ class PreciseBatchNorm(Hook):
 
     priority: ClassVar[int] = 10  # before evaluation and export
     batches: int = setting(200, min=1)
-    """Number of batches."""
+    """Number of batches over all ranks; fewer if there are not enough images."""
     batch_size: int = setting(64, min=2)
     """Number of images that are normalized together on one rank."""
 
@@ -45,7 +45,7 @@ class PreciseBatchNorm(Hook):
     def recompute(self, backbone: nn.Module, data: DataModule) -> nn.Module:
         """Return a copy of the backbone with precise statistics; every rank must call this method.
 
-        The copy is in evaluation mode. A backbone without BatchNorm is returned as it is.
+        The copy is in evaluation mode. A backbone without running statistics is returned as it is.
         """
         if not _norms(backbone):
             return backbone

@@ -28,19 +28,21 @@ class Preserve(Hook):
 
     The term is 1 - cosine between the features of the backbone and those of a copy that is made
     when the run begins, after ``init``. Features are those of the first view of each image, without
-    masks. If the backbone has patch tokens, the term is the average over pooled features and patch
-    tokens. It takes two more forward passes of the backbone per step, in evaluation mode: without
-    dropout, and with BatchNorm's running statistics. Checkpoints contain the copy.
+    masks. If the backbone has patch tokens or a feature map, the term is the average of that of
+    pooled features and that of patches. While the weight is above 0, each step takes two more
+    forward passes of the backbone, in evaluation mode: without dropout, and with BatchNorm's
+    running statistics. Checkpoints contain the copy.
 
     BatchNorm's running statistics follow the new images, which also changes the features.
 
-    While the weight is 0, the run is the same as without the hook, and ``start_cosine`` is logged.
+    ``start_cosine``, the mean cosine of the pooled features, is logged even while the weight is 0;
+    the run is then the same as without the hook.
     """
 
     priority: ClassVar[int] = 30
 
     weight: float | dict[str, Any] = setting(1.0, of="schedules", min=0)
-    """Weight of the term."""
+    """Weight of the term in the loss, a number or a schedule."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if config["train"]["step"]["name"] == "sam":
@@ -79,7 +81,7 @@ class Preserve(Hook):
             task.log("start_cosine", 1 - all_reduce_mean(changes[0].detach()))
 
     def _features(self, backbone: nn.Module, images: Tensor) -> list[Tensor]:
-        """Return pooled features (B, E), and patches (B, N, E) if the backbone has any."""
+        """Return pooled features (B, E), and features (B, N, E) of N patches if there are any."""
         if not self.has_patches:
             return [pooled(backbone, images)]
         features = extract(backbone, images)
@@ -91,6 +93,6 @@ class Preserve(Hook):
 
 @in_full_precision
 def _change(features: Tensor, start: Tensor) -> Tensor:
-    """Return the mean of 1 - cosine, in a form that is exactly 0 for equal features."""
+    """Return the mean of 1 - cosine of features (..., E), in a form exactly 0 if they are equal."""
     differences = F.normalize(features, dim=-1) - F.normalize(start, dim=-1)
     return differences.square().sum(dim=-1).mean() / 2

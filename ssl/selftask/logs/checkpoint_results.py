@@ -1,8 +1,8 @@
 """Evaluation results of a run's checkpoints, stored in the run folder.
 
-``RUN/evaluations/step_N.jsonl`` has a line for each evaluation of checkpoint N: the names of the
-evaluations, their settings, and metrics. Jobs that evaluate different checkpoints write different
-files. Does not import torch.
+``RUN/evaluations/step_N.jsonl`` has a line for each time that checkpoint N was evaluated: date,
+step, names of the evaluations, settings, and metrics. Jobs that evaluate different checkpoints
+write different files. Does not import torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CheckpointResults:
     settings: Sequence[str]  # words of the command line that affect the results
 
     def missing(self, step: int, evaluations: Iterable[str]) -> list[str]:
-        """Return those of the given evaluations that have no result for a checkpoint yet."""
+        """Return those of ``evaluations`` without a result for the checkpoint of ``step``."""
         done = {name for row in self._rows(step) for name in row.get("evaluations", [])}
         return [name for name in evaluations if name not in done]
 
@@ -40,12 +40,15 @@ class CheckpointResults:
         TemporaryFile(dir=folder if folder.exists() else self.run).close()
 
     def add(self, step: int, evaluations: Sequence[str], metrics: Mapping[str, Any]) -> None:
-        """Append the metrics of a checkpoint.
+        """Append the metrics of a checkpoint to its file, and create the folder if needed.
 
         Args:
             step: Step of the checkpoint.
             evaluations: Names of the evaluations.
             metrics: Metrics by name.
+
+        Raises:
+            OSError: If the file cannot be written.
         """
         path = self._path(step)
         path.parent.mkdir(exist_ok=True)
@@ -54,7 +57,13 @@ class CheckpointResults:
         append_row(path, {**facts, **metrics})
 
     def table(self) -> dict[int, dict[str, float]]:
-        """Return step -> metrics of the evaluated checkpoints; newer values replace older ones."""
+        """Return step -> metrics of the checkpoints evaluated with these settings.
+
+        See ``tables`` for repeated evaluations and for values that are left out.
+
+        Raises:
+            OSError: If a file cannot be read.
+        """
         rows = [row for path in result_files(self.run) for row in read_ends(path).rows]
         return tables(rows).get(tuple(self.settings), {})
 
@@ -68,7 +77,7 @@ class CheckpointResults:
 
 
 def result_files(run: Path) -> list[Path]:
-    """Return the result files of a run, one for each evaluated checkpoint."""
+    """Return the result files of a run, one for each evaluated checkpoint, sorted by name."""
     paths = (run / FOLDER).glob("step_*.jsonl")
     return sorted(path for path in paths if path.stem.removeprefix("step_").isdecimal())
 
@@ -76,7 +85,8 @@ def result_files(run: Path) -> list[Path]:
 def tables(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], dict[int, dict[str, float]]]:
     """Return settings -> step -> metrics from the rows of result files, with ascending steps.
 
-    Newer values of a metric replace older ones. Invalid rows are ignored.
+    Later values of a metric replace earlier ones. Invalid rows, values that are not finite numbers,
+    and the numbers of images and classes are left out.
     """
     by_settings: dict[tuple[str, ...], dict[int, dict[str, float]]] = {}
     for row in sorted(filter(_is_result, rows), key=lambda row: row["step"]):
@@ -86,7 +96,7 @@ def tables(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], dict[int,
 
 
 def _is_result(row: Mapping[str, Any]) -> bool:
-    """Return True if a row has the form that ``add`` writes; files may come from others."""
+    """Return True if a row has a valid step, settings and evaluations; files may be received."""
     texts = map(TEXTS.accepts, (row.get("settings"), row.get("evaluations", [])))
     return COUNT.accepts(row.get("step")) and all(texts)
 

@@ -1,6 +1,6 @@
 """Columns of ``metrics.jsonl``: unit, meaning, and which component writes them.
 
-Columns of a method are declared by its class (``Method.columns``), all others here; ``selftask
+Columns of a method are declared by its class (``Method.columns``), all others here. ``selftask
 explain`` and the documentation show these texts. Does not import torch.
 """
 
@@ -13,7 +13,14 @@ from selftask.registry import METHODS
 
 
 class Column(NamedTuple):
-    """Description of a column, or of several whose names have a variable part (``lr/GROUP``)."""
+    """Description of a column, or of several whose names have a variable part.
+
+    Attributes:
+        name: Name of the column; variable parts are in capitals, as in ``lr/GROUP``.
+        unit: Unit, or range such as ``0 to 1``; empty if there is none.
+        text: Meaning of the values.
+        written_by: What writes the column: methods, a hook, a config key, or kinds of runs.
+    """
 
     name: str
     unit: str
@@ -26,7 +33,7 @@ every run
 step | steps | Finished optimizer steps.
 epoch | epochs | Finished epochs, with a fraction.
 loss |  | Mean loss of the steps since the previous row, over all ranks.
-loss_median |  | Median loss of these steps.
+loss_median |  | Median loss of the steps since the previous row.
 lr |  | Learning rate of the first parameter group, at this step.
 
 groups whose rates differ, `optimizers`
@@ -83,31 +90,32 @@ target_entropy | nats | Mean entropy of the targets of images, in DINO and those
 knn_top1 | 0 to 1 | Accuracy of k nearest neighbors, first k of `k`.
 knn_top1_kK | 0 to 1 | Accuracy of K nearest neighbors, for other K of `k`.
 linear_top1 | 0 to 1 | Accuracy of logistic regression on frozen features.
-linear_N_labels_top1 | 0 to 1 | The same with N labels per class.
-linear_N_percent_top1 | 0 to 1 | The same with N % of the labels.
+linear_N_labels_top1 | 0 to 1 | Accuracy of logistic regression with N labels per class.
+linear_N_percent_top1 | 0 to 1 | Accuracy of logistic regression with N % of the labels.
 probe_PROTOCOL_top1 | 0 to 1 | Accuracy of a probe by a paper's protocol.
-probe_PROTOCOL_held_out_top1 | 0 to 1 | That on held-out images.
-probe_PROTOCOL_lr |  | Learning rate of the tested head.
-probe_PROTOCOL_weight_decay |  | Its weight decay.
-probe_PROTOCOL_blocks |  | Its number of blocks.
+probe_PROTOCOL_held_out_top1 | 0 to 1 | Accuracy of the probe on held-out training images.
+probe_PROTOCOL_lr |  | Learning rate of the tested head of the probe.
+probe_PROTOCOL_weight_decay |  | Weight decay of the tested head of the probe.
+probe_PROTOCOL_blocks |  | Number of last blocks whose features the tested head of the probe gets.
 svm_top1 | 0 to 1 | Accuracy of linear SVMs on frozen features.
 svm_map | 0 to 1 | Mean average precision of linear SVMs.
 svm_N_labels_top1 | 0 to 1 | Accuracy of SVMs with N labels per class.
 svm_N_percent_top1 | 0 to 1 | Accuracy of SVMs with N % of the labels.
-svm_N_percent_map | 0 to 1 | Mean average precision with N % of them.
-svm_N_labels_map | 0 to 1 | Mean average precision with N labels per class.
+svm_N_percent_map | 0 to 1 | Mean average precision of SVMs with N % of the labels.
+svm_N_labels_map | 0 to 1 | Mean average precision of SVMs with N labels per class.
 cluster_nmi | 0 to 1 | Normalized mutual information of the classes and k-means clusters of the
   features.
-cluster_ari | -0.5 to 1 | Adjusted Rand index of these clusters.
+cluster_ari | -0.5 to 1 | Adjusted Rand index of the classes and k-means clusters of the features.
 cluster_purity | 0 to 1 | Share of images in the most frequent class of their cluster.
 cluster_accuracy | 0 to 1 | Share of images whose cluster is that of their class, one cluster
   for each class.
-rankme | 1 to width | RankMe of the features: entropy of singular values.
+rankme | 1 to width | RankMe of the features: exponential of the entropy of their singular values.
 alpha |  | Decay of the eigenvalues of the features, alpha-ReQ; best near 1.
-nesum | 1 to width | Sum of these eigenvalues over the largest.
+nesum | 1 to width | NESum: sum of the eigenvalues of the features divided by the largest.
 feature_uniformity | below 0 | Uniformity of the features; lower is more uniform.
-lidar | 1 to width | LiDAR of views of images: rank of what they differ in.
-feature_alignment | 0 to 4 | Mean squared distance of views of an image.
+lidar | 1 to width | LiDAR: effective number of directions in which images differ, relative to the
+  spread of views of an image.
+feature_alignment | 0 to 4 | Mean squared distance of the normalized features of views of an image.
 cluster_learnability | 0 to 1 | Share of images whose nearest other image is in the same cluster
   of k-means.
 intrinsic_dimension |  | Dimension of the features by TwoNN.
@@ -117,20 +125,20 @@ train_probe_top1 | 0 to 1 | Accuracy of a linear classifier trained along with t
   training images since the previous row, each predicted before the update with it.
 train_knn_top1 | 0 to 1 | Accuracy of k-NN on the training images since the previous row, with the
   latest images as neighbors.
-probe_top1 | 0 to 1 | Accuracy of this classifier on `data.val`.
-probe_lr |  | Learning rate of the classifier that these columns show.
+probe_top1 | 0 to 1 | Accuracy of the classifier trained along with the network on `data.val`.
+probe_lr |  | Learning rate of the classifier in `probe_top1` and `train_probe_top1`.
 ms_probe | ms | Time of a step that the hook takes.
 
 `eval.evaluations`, at step 0, `eval.every`, the end
 segmentation_HEAD_miou | 0 to 1 | Mean IoU of segmentation by a head.
-segmentation_HEAD_accuracy | 0 to 1 | Share of correct pixels.
-segmentation_HEAD_class_accuracy | 0 to 1 | Its mean over classes.
+segmentation_HEAD_accuracy | 0 to 1 | Share of correct pixels in segmentation by a head.
+segmentation_HEAD_class_accuracy | 0 to 1 | Mean over classes of the share of correct pixels.
 correspondence_pck_DISTANCE | 0 to 1 | Share of patches of a warped view whose match in the
   image is within a distance.
-correspondence_chance_DISTANCE | 0 to 1 | The same of random matches.
-correspondence_distance | sides | Mean distance of a match from its place.
-eval_s | s | Time of the evaluation.
-eval_images_per_s | images/s | Images whose features were computed.
+correspondence_chance_DISTANCE | 0 to 1 | Share of random matches within a distance.
+correspondence_distance | sides | Mean distance of a match from its true position.
+eval_s | s | Time of the evaluations.
+eval_images_per_s | images/s | Images of all ranks per second whose features were computed.
 
 `eval.loss`
 val_loss |  | The method's loss on `data.val`.
@@ -171,13 +179,13 @@ ms_SECTION | ms | Time of a section of a step: read, forward, loss, backward, re
 METRIC_layerN |  | A metric of hidden layer N.
 
 hook `online_probe`
-METRIC_teacher |  | Of the EMA teacher's features.
+METRIC_teacher |  | A metric of the EMA teacher's features.
 
 `data.val_sets`
 SET/METRIC |  | A metric of a named validation set.
 
 `eval.loss`
-val_TERM |  | A term of that loss.
+val_TERM |  | A term of the method's loss on `data.val`.
 
 `meters`
 test_METER_METRIC |  | A meter of a test phase.
@@ -185,14 +193,18 @@ test_METER_METRIC |  | A meter of a test phase.
 hooks `ema`, `swa`
 AVERAGE_test_METRIC |  | A test phase with averaged weights.
 """
-"""Columns of all methods as blocks: what writes them, then lines of name, unit and meaning.
+"""Columns that do not belong to a method.
 
-More specific names come first.
+Each block begins with what writes its columns. Then each line has name, unit and meaning; indented
+lines continue it. Specific names come before general ones that also match, as ``METRIC_layerN``.
 """
 
 
 def columns() -> list[Column]:
-    """Return the descriptions of all columns, with those of ``Method.columns`` first."""
+    """Return the descriptions of all columns, with those of ``Method.columns`` first.
+
+    A column with the same text in several methods is listed once, with all of these methods.
+    """
     made: dict[tuple[str, str], list[str]] = {}
     for method in METHODS.names():
         for name, text in METHODS.declared(method, "columns", {}).items():

@@ -14,10 +14,10 @@ _SMALL = ("loss", "error", "perplexity", "distance", "chance_ratio", "_km", "unr
 
 
 def direction(key: str, mode: Mode, metric: str) -> Literal["max", "min"]:
-    """Return ``mode``, or for ``auto`` the direction that follows from the metric's name.
+    """Return ``mode``, or log and return the direction of the metric's name if it is ``auto``.
 
     Args:
-        key: Key of the mode in the config, for the log.
+        key: Key of the mode in the config, for the log line.
         mode: The mode of the config.
         metric: Name of a column of ``metrics.jsonl``.
     """

@@ -1,7 +1,7 @@
-"""Read files with one JSON object per line, of any size, in bounded time and memory.
+"""Read files with one JSON object per line, of up to 8 GiB, in bounded time and memory.
 
-A small file is read whole. From a large ``metrics.jsonl`` only the rows that a chart needs are
-parsed.
+A file of up to 8 MiB is read whole. From a larger ``metrics.jsonl`` only the rows that a chart
+needs are parsed, from other files only the first and last rows.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _TRAINED = b'"lr": '  # in rows of training, but not in those of evaluations
 
 @dataclass(frozen=True)
 class Lines:
-    """Objects of a file, and the numbers of damaged lines and of lines if it was read in part."""
+    """JSON objects read from a file, and counts of its lines."""
 
     rows: list[dict[str, Any]]
-    damaged: int = 0  # number of lines that are not a JSON object
-    lines: int = 0  # length of a file read in part: lines, or bytes from read_ends; else 0
+    damaged: int = 0  # number of lines read that are not a JSON object
+    lines: int = 0  # number of all lines if only some were read; 0 for a file read whole
 
 
 def read_drawn_rows(path: Path) -> Lines:
     """Return the rows of a ``metrics.jsonl``; from a large file, only those that charts need.
 
-    From each part of a large file, the first training row, the training rows with the smallest and
-    largest loss, and evaluation rows of up to 16 kB together are returned. The newest rows of the
-    file are also returned.
+    A file of more than 8 MiB is divided into 1000 parts of equal size. From each part, the first
+    training row, the training rows with the smallest and largest loss, and evaluation rows of up to
+    16 KiB together are returned. The newest 100 rows of the file are also returned.
 
     Raises:
-        UnreadableFile: If it is not a regular file, or too large.
+        UnreadableFile: If it is not a regular file, or larger than 8 GiB.
         OSError: If it is missing or cannot be read.
     """
     with open_regular(path) as file:
@@ -69,9 +69,10 @@ def read_drawn_rows(path: Path) -> Lines:
 
 
 def read_ends(path: Path) -> Lines:
-    """Return the JSON objects of a file with one per line; from a large file, the first and last.
+    """Return the JSON objects of a file with one per line.
 
-    See ``read_drawn_rows`` for errors.
+    From a file of more than 8 MiB, those in the first MiB and the last 7 MiB are returned. See
+    ``read_drawn_rows`` for errors.
     """
     with open_regular(path) as file:
         size = _checked_size(file, path)

@@ -16,9 +16,11 @@ LENGTH = 200  # number of values kept for a column
 
 
 class Series:
-    """Last values of one column, oldest first.
+    """The last 200 values of one column and their steps, oldest first.
 
-    A ``window`` is the number of newest values to use; None uses all values that are kept.
+    A ``window`` is the number of newest values to use. None, 0, or more than there are uses all
+    values that are kept. Methods for the newest value, mean, median, minimum and maximum need at
+    least one value.
     """
 
     def __init__(self) -> None:
@@ -34,11 +36,14 @@ class Series:
         self.values.append(value)
 
     def last(self, window: int | None = None) -> list[float]:
-        """Return the newest ``window`` values, or all that are kept."""
+        """Return the newest ``window`` values, oldest first; all that are kept if it is None."""
         return list(self.values)[-window:] if window else list(self.values)
 
     def count(self, steps: int) -> int:
-        """Return the number of values in the last ``steps`` steps, to be used as a window."""
+        """Return the number of values in the ``steps`` steps up to the newest value's.
+
+        The result can be used as a window.
+        """
         return sum(step > self.steps[-1] - steps for step in self.steps)
 
     @property

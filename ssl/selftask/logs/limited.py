@@ -1,7 +1,7 @@
 """Rate limits for log lines, by line of code.
 
-For example ``if every_n_seconds(30): log.warning(...)``. Each process counts
-its own calls, so the results differ between ranks and must not guard collectives.
+For example ``if every_n_seconds(30): log.warning(...)``. Each process counts its own calls, so the
+results may differ between ranks and must not guard collectives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def every_n(count: int) -> bool:
 
 
 def every_n_seconds(seconds: float) -> bool:
-    """Return True unless a call from this line of code was True in the last ``seconds``."""
+    """Return True unless a call from this line returned True less than ``seconds`` ago."""
     line, now = _caller(), time.monotonic()
     if now - _times.get(line, float("-inf")) < seconds:
         return False

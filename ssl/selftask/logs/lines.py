@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from selftask.distributed.world import read_world
 from selftask.errors import printable
 from selftask.logs.verbosity import DETAIL, console_level
 
@@ -24,7 +25,8 @@ def get_logger(name: str) -> logging.Logger:
 
     Its messages go to the handlers of the logger ``selftask``, which ``start_log`` adds.
     """
-    return logging.getLogger(name if name.startswith("selftask") else f"selftask.{name}")
+    is_ours = name.partition(".")[0] == "selftask"
+    return logging.getLogger(name if is_ours else f"selftask.{name}")
 
 
 def start_log(folder: Path, rank: int) -> None:
@@ -95,13 +97,14 @@ def stop_log() -> None:
 
 @contextmanager
 def info_on_stderr() -> Iterator[None]:
-    """Context that logs INFO lines to stderr, for commands that print results to stdout.
+    """Context that logs lines from level INFO to stderr, for commands that print to stdout.
 
-    With ``--quiet`` it logs only errors, with ``--verbose`` also DEBUG lines.
+    With ``--quiet``, and on ranks other than 0, it logs only errors; with ``--verbose`` also DEBUG
+    lines.
     """
     handler, level = _Console("stderr"), LOGGER.level
     LOGGER.addHandler(handler)
-    LOGGER.setLevel(console_level())
+    LOGGER.setLevel(console_level() if read_world().rank == 0 else logging.ERROR)
     try:
         yield
     finally:
@@ -170,9 +173,10 @@ class _Lasting:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that reports a failed write in one line instead of a traceback.
+    """A log file without the lines of ``log_summary``.
 
-    It stores the previous level and propagation of the logger, which ``stop_log`` restores.
+    A failed write is reported on stderr in one line instead of a traceback. The handler stores the
+    previous level and propagation of the logger, which ``stop_log`` restores.
     """
 
     def __init__(self, path: Path, logger: logging.Logger) -> None:
@@ -190,10 +194,10 @@ class _LogFile(logging.FileHandler):
 
 
 class _Console(logging.Handler):
-    """Logging handler that prints above the live lines of stages, if there are any.
+    """Logging handler that prints above the live lines of stages, or to a standard stream.
 
     Args:
-        stream: Name of the standard stream that it prints to otherwise.
+        stream: ``stdout`` or ``stderr``: where to print while there are no live lines.
     """
 
     live: LiveLines | None = None
@@ -229,7 +233,7 @@ def _color(level: int) -> str | None:
 
 
 def _colored(line: str, color: str | None, stream: Any) -> str:
-    """Return the line in its color if the stream is a terminal with colors."""
+    """Return the line in its color if the stream is a terminal with colors and NO_COLOR unset."""
     plain = color is None or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
     if plain or stream is None or not stream.isatty():
         return line

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 import sys
 import time
@@ -17,9 +18,6 @@ from torch import Tensor
 
 from selftask.distributed.accelerator import memory_bytes, reset_memory_peaks, wait_for
 from selftask.distributed.collectives import all_gather_cat, world_size
-
-if sys.platform != "win32":
-    import resource
 
 _COLUMNS = {
     "allocated_peak": "device_memory_mb",
@@ -47,9 +45,10 @@ class Pace:
         self.ends.append(time.perf_counter())
 
     def take(self, data_wait_s: float) -> dict[str, float]:
-        """Return this rank's share of data wait, mean and median step time since the last call.
+        """Return ``data_wait``, ``step_s`` and ``step_s_median`` of this rank since the last call.
 
-        At least one step must have ended since then.
+        These are the share of time spent waiting for data (0 to 1), and the mean and median time of
+        a step in seconds. At least one step must have ended since the last call.
 
         Args:
             data_wait_s: Time spent waiting for data since the start, in seconds.
@@ -78,7 +77,7 @@ class TimeCounter(ContextDecorator):
     """Timer for the mean run time of a function (as a decorator) or a block (as a context).
 
     Args:
-        skip: Number of first calls to ignore, since kernels are chosen or compiled in them.
+        skip: Number of first calls to leave out, since kernels are chosen or compiled in them.
         device: Device to wait for before and after each call. None measures the host alone.
 
     Attributes:
@@ -114,19 +113,18 @@ class TimeCounter(ContextDecorator):
 
 
 def take_memory_mb(device: torch.device) -> dict[str, float]:
-    """Return the memory of this process and of its device in MiB, and reset the device's peaks.
+    """Return memory columns of ``metrics.jsonl`` in MiB, and reset the device's peaks.
 
-    For the process, this is the peak since its start. For the device, these are the peaks since the
-    last call and the present values.
+    ``memory_mb`` is the peak of this process since its start. The columns of the device are its
+    peaks since the last call and the present values, as far as torch counts them for its type.
     """
-    row = {}
-    if sys.platform != "win32":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; bytes on macOS
-        row["memory_mb"] = peak / (2**20 if sys.platform == "darwin" else 2**10)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; bytes on macOS
     counted = memory_bytes(device)
-    row |= {_COLUMNS[name]: size / 2**20 for name, size in counted.items()}
     reset_memory_peaks(device)
-    return row
+    return {
+        "memory_mb": peak / (2**20 if sys.platform == "darwin" else 2**10),
+        **{_COLUMNS[name]: size / 2**20 for name, size in counted.items()},
+    }
 
 
 def over_ranks(
@@ -135,19 +133,16 @@ def over_ranks(
     """Reduce values over ranks in one collective, which every rank must call with the same names.
 
     Args:
-        means: Scalar tensors by name, to be averaged.
+        means: Tensors of one element by name, to be averaged.
         maxima: Numbers by name, whose maximum is taken.
         device: Device of the collective.
 
     Returns:
         The means and the maxima, by name.
     """
-    terms = [
-        torch.as_tensor(value, device=device).detach().float().reshape(1)
-        for value in means.values()
-    ]
+    terms = [torch.as_tensor(value, device=device).detach().reshape(1) for value in means.values()]
     if world_size() == 1:
-        values = torch.cat(terms).tolist() if terms else ()
+        values = map(float, torch.cat(terms).tolist() if terms else ())
         return dict(zip(means, values, strict=True)), dict(maxima)
     largest = torch.tensor(list(maxima.values()), device=device)
     row = torch.cat([*terms, largest])
@@ -161,7 +156,14 @@ def over_ranks(
 
 
 def settings_of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the largest weight decay unless it is 0, and ``lr/NAME`` of groups if rates differ."""
+    """Return ``weight_decay`` unless it is 0, and ``lr/NAME`` of all groups if rates differ.
+
+    Args:
+        groups: Parameter groups of an optimizer; one without ``name`` is named by its index.
+
+    Returns:
+        The largest weight decay of all groups, and learning rates, by column.
+    """
     row: dict[str, float] = {}
     decay = max(float(group.get("weight_decay", 0.0)) for group in groups)
     if decay:

@@ -18,6 +18,9 @@ from selftask.files.paths import exists
 from selftask.files.received import open_regular, read_bytes
 from selftask.files.replace import replacing
 
+RESERVED_COLUMNS = ("step", "epoch", "loss", "lr")
+"""Columns of a row that no term of a loss, logged value or metric may replace."""
+
 
 class MetricsFile:
     """``metrics.jsonl``: one JSON object per line; a resume truncates it to its checkpoint."""
@@ -32,7 +35,11 @@ class MetricsFile:
         self._length = self._file.tell()
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row; raise RunError if it cannot be written, such as on a full disk."""
+        """Append one row.
+
+        Raises:
+            RunError: If it cannot be written, such as on a full disk, or if ``check_place`` fails.
+        """
         self.check_place()
         line = json_row(row).encode() + b"\n"
         try:
@@ -46,38 +53,42 @@ class MetricsFile:
             raise RunError(f"{self.path}: a row was written in part only: the disk is full")
 
     def check_place(self) -> None:
-        """Raise RunError if the file was removed, replaced or changed, as by a new run there.
+        """Raise RunError if the file was removed, replaced or changed by another process.
 
-        Checkpoints would be written among those of the new run. Inode numbers alone are not
-        compared, since some network file systems change them.
+        A new run may have taken the folder, and the checkpoints of both would mix. A file with
+        another inode number is accepted if its size is right, since some network file systems
+        change these numbers.
         """
+        try:
+            there = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            there = None
+        if there is not None and there.st_size == self._length:
+            return
         ours = os.fstat(self._file.fileno())
         if ours.st_size != self._length:
             raise RunError(
                 f"{self.path}: has {ours.st_size} bytes, and this run wrote {self._length}: it was "
                 "changed meanwhile; start the same command again once nothing else writes to it"
             )
-        with suppress(FileNotFoundError, NotADirectoryError):
-            there = os.stat(self.path)
-            if os.path.samestat(there, ours) or there.st_size == ours.st_size:
-                return
-        raise RunError(
-            f"{self.path}: was moved, removed or replaced while this run wrote it, perhaps with "
-            "its folder; start the same command again once no other run uses the folder"
-        )
+        if there is None or not os.path.samestat(there, ours):
+            raise RunError(
+                f"{self.path}: was moved, removed or replaced while this run wrote it, perhaps "
+                "with its folder; start the same command again once no other run uses the folder"
+            )
 
     @property
     def length(self) -> int:
-        """Number of bytes written so far, which checkpoints save."""
+        """Length of the file in bytes, which checkpoints save."""
         return self._length
 
     def cut(self, length: int) -> int:
         """Truncate the file to ``length`` bytes, as saved in a checkpoint.
 
-        If the file is shorter, as in a copy of a running run, its last incomplete row is removed.
+        If it is shorter, as in a copy of a running run, it is cut after its last complete row.
 
         Returns:
-            The number of bytes that are missing then.
+            The number of bytes that are missing up to ``length``; 0 if there are none.
         """
         kept = self.path.read_bytes()[:length].rfind(b"\n") + 1
         os.truncate(self.path, kept)
@@ -89,8 +100,11 @@ class MetricsFile:
 
 
 def json_row(row: dict[str, Any]) -> str:
-    """Format a row as a line of JSON. Floats have 9 significant digits; NaN and inf become null."""
-    columns = (f"{_quoted(name)}: {_to_json(value)}" for name, value in row.items())
+    """Return a row as JSON on one line, without a newline.
+
+    Floats, also those in dicts, are rounded to 9 significant digits; NaN and infinity become null.
+    """
+    columns = [f"{_quoted(name)}: {_to_json(value)}" for name, value in row.items()]
     return f"{{{', '.join(columns)}}}"
 
 
@@ -112,7 +126,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def utc_now() -> str:
-    """Return the present date and time, such as ``2026-11-23T04:05:06+00:00``."""
+    """Return the present date and time in UTC, such as ``2026-11-23T04:05:06+00:00``."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -134,7 +148,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Parse one JSON object per line; skip damaged lines.
+    """Parse one JSON object per line; skip blank and damaged lines.
 
     Returns:
         The objects, and the number of damaged lines. A last line without a newline may be
@@ -167,10 +181,14 @@ def format_row(row: dict[str, Any]) -> str:
     Columns that ``is_shown`` excludes are in ``metrics.jsonl`` only.
     """
     return "  ".join(
-        _FORMATS.get(name, _format_plain)(value, name)
-        for name, value in row.items()
-        if is_shown(name)
+        [show(value, name) for name, value in row.items() if (show := _format_of(name)) is not None]
     )
+
+
+@cache
+def _format_of(name: str) -> Callable[[Any, str], str] | None:
+    """Return the function that formats a column for the log; None if it is not shown."""
+    return _FORMATS.get(name, _format_plain) if is_shown(name) else None
 
 
 def is_shown(name: str) -> bool:
@@ -214,6 +232,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a small JSON file atomically, with passwords in addresses masked.
 
     If the disk has no room for another file, the file is overwritten in place.
+
+    Raises:
+        OSError: If it cannot be written.
     """
     text = masked(json.dumps(content, indent=2)) + "\n"
     try:
@@ -235,10 +256,11 @@ def _overwrite(path: Path, content: bytes) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file, or an empty dict if it is missing or damaged.
+    """Return the object in a JSON file, or an empty dict if it is missing or has no valid object.
 
     Raises:
-        UnreadableFile: If it is a pipe or a device, or too large.
+        UnreadableFile: If it is not a regular file, or larger than 8 MiB.
+        OSError: If it cannot be read.
     """
     if not exists(path):
         return {}
@@ -256,9 +278,11 @@ _quoted = cache(json.dumps)
 
 
 def _to_json(value: Any) -> str:
-    if isinstance(value, float) and math.isfinite(value):  # a third of the time of `json.dumps`
+    if type(value) is float and math.isfinite(value):  # a third of the time of `json.dumps`
         text = f"{value:.9g}"
         return text if "." in text or "e" in text else f"{text}.0"
+    if type(value) is int:
+        return str(value)
     return json.dumps(_plain(value))
 
 

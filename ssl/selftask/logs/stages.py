@@ -39,7 +39,7 @@ def can_draw() -> bool:
 
 
 class Stage:
-    """A live progress line, drawn only if ``can_draw()`` is True. The caller must close it.
+    """A live progress line, drawn after 0.5 s if ``can_draw()`` is True. The caller must close it.
 
     Args:
         name: One word, such as ``scan``.
@@ -55,7 +55,10 @@ class Stage:
         self.line: Any = None  # a rich Task
 
     def update(self, done: float | None = None, text: str | None = None) -> None:
-        """Set the progress and the text after the bar; redraw at most four times a second."""
+        """Set the progress and the text after the bar; None keeps the present value.
+
+        The line is updated at most four times a second.
+        """
         self.done = self.done if done is None else done
         self.text = self.text if text is None else text
         if self.is_due:
@@ -118,8 +121,8 @@ def staged(name: str, items: Iterable[T], total: float | None = None) -> Iterato
 class _Display:
     """Display of the lines of all open stages; rich supports one live display at a time.
 
-    A thread redraws it four times a second, and prints log lines above it. A redraw takes 0.6 ms,
-    longer than all other work of the host in a step.
+    A thread redraws it four times a second and prints log lines above it, so that training does
+    not wait for a redraw.
     """
 
     def __init__(self) -> None:

@@ -10,17 +10,17 @@ TAIL = 1 << 16  # number of bytes read from the end of a file
 
 
 def last_lines(path: Path, size: int = TAIL) -> list[str]:
-    """Return the lines in the last bytes of a file, or none for a missing file.
+    """Return the lines in the last bytes of a file, or an empty list for a missing file.
 
-    An incomplete first line is dropped; the last line may be incomplete. Blank lines at both ends
-    are removed.
+    An incomplete first line is dropped; the last line may be incomplete. White space at both ends
+    is removed.
 
     Args:
         path: The file.
-        size: Number of bytes.
+        size: Number of bytes to read.
 
     Raises:
-        OSError: If the file cannot be read.
+        OSError: If the file cannot be read or is not a regular file.
     """
     try:
         with open_regular(path) as file:
@@ -35,5 +35,5 @@ def last_lines(path: Path, size: int = TAIL) -> list[str]:
 
 
 def last_line(path: Path) -> str:
-    """Return the last line that is not blank, or an empty string."""
+    """Return the last line that is not blank, or an empty string; see ``last_lines``."""
     return (last_lines(path) or [""])[-1]

@@ -1,6 +1,7 @@
-"""Verbosity of the console: ``--quiet`` and ``--verbose``. ``log.txt`` is always complete.
+"""Verbosity of the console: ``--quiet`` and ``--verbose``.
 
-Ranks, runs of a sweep and submitted jobs inherit it through an environment variable.
+Ranks, runs of a sweep and submitted jobs inherit it through an environment variable. ``--quiet``
+does not shorten ``log.txt``; ``--verbose`` adds DEBUG lines to it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _LEVELS = {"quiet": logging.ERROR, "verbose": logging.DEBUG}
 
 
 def console_level() -> int:
-    """Return the lowest logging level that is printed, INFO by default."""
+    """Return the lowest logging level that is printed: DEBUG, INFO (the default) or ERROR."""
     return _LEVELS.get(os.environ.get(VARIABLE, ""), logging.INFO)
 
 

@@ -35,7 +35,9 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
     scores.
     """
     only_test_classes: bool = False
-    """Whether predictions are restricted to classes of ``data.val``, as for ImageNet-A and -R."""
+    """Whether only classes with images in ``data.val`` can be predicted, as for ImageNet-A and -R.
+    It does not affect ``train_meters``.
+    """
 
     head: str | None = None
     """Name of one of ``method.heads``; null: the first head."""
@@ -85,7 +87,8 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
 
         Args:
             model_output: Scores (B, C).
-            target: Labels (B,); -1 for images without a label.
+            target: Labels (B,), integers; -1 for images without a label, which are not counted.
+            kwargs: Ignored.
 
         Raises:
             UserError: If the shapes do not match, or there are fewer classes than the largest k.
@@ -109,7 +112,10 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
 
     @property
     def value(self) -> dict[str, float]:
-        """Return ``{"top_1": 0.7, ...}``; zeros before the first image. Waits for the device."""
+        """Return fractions ``{"top_1": 0.7, ...}``, zeros before the first labeled image.
+
+        Reading this property waits for the device.
+        """
         *right, images = (self.synced + self.local.cpu()).tolist()
         return {f"top_{k}": n / max(images, 1) for k, n in zip(self.topk, right, strict=True)}
 

@@ -48,7 +48,9 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
 
         Args:
             model_output: Scores (B, C).
-            target: Labels (B, C) of 1 and 0, or -1 to be ignored; or classes (B,), -1 for none.
+            target: Labels (B, C): 1, 0, or -1 to ignore the score; or one class per image (B,),
+                -1 to ignore the image.
+            kwargs: Ignored.
 
         Raises:
             UserError: If the shapes do not match.
@@ -69,7 +71,7 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
 
     @property
     def value(self) -> dict[str, float]:
-        """Return ``{"map": 0.7}``; 0 before the first positive image."""
+        """Return ``{"map": 0.7}``, a fraction; 0 before the first positive image."""
         batches = [*self.synced, *self.local]
         if not batches:
             return {"map": 0.0}
@@ -111,7 +113,7 @@ def average_precision(is_positive: np.ndarray, scores: np.ndarray) -> float:
 
     Args:
         is_positive: bool (N,), at least one of them True.
-        scores: (N,); equal scores share a threshold.
+        scores: float (N,), the score of each image; equal scores share a threshold.
     """
     order = np.argsort(-scores, kind="stable")
     ends = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)

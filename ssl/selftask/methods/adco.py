@@ -28,8 +28,9 @@ from selftask.registry import register_method
 class AdCo(MomentumKeys, EMATeacher):
     """AdCo (arXiv:2011.08435): MoCo whose negatives are trained to be hard, in place of a queue.
 
-    Loss: ``-log exp(q.k/tau) / (sum_k' exp(q.k'/tau) + sum_n exp(q.n/tau))`` over keys k' of the
-    batch and negatives n, which are trained to increase it, at a separate temperature (eq. 2).
+    Loss: ``-log exp(q.k/tau) / (sum_k' exp(q.k'/tau) + sum_n exp(q.n/tau))`` of a query q and its
+    key k, over keys k' of the batch and negatives n, which are trained to increase it, at a
+    separate temperature (eq. 2).
 
     Published: ImageNet linear top-1 of ResNet-50 68.6 after 200 epochs, 72.8 after 800 (authors'
     README).
@@ -85,7 +86,10 @@ class AdCo(MomentumKeys, EMATeacher):
         batch.input = batch.all_views[: self.num_queries]
 
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["keys"]`` (V, B, D); keep them and the queries for ``step_negatives``."""
+        """Compute ``batch["keys"]`` (V, B, D).
+
+        In training, also keep them and the queries for ``step_negatives``.
+        """
         batch = task.last_batch
         batch["keys"] = keys = self.unit_keys(batch.all_views[::-1][: self.num_queries])
         if task.train:

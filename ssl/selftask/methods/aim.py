@@ -34,8 +34,8 @@ class AIM(MaskedPatches):
     itself and to all patches before it. The network thus also learns full attention, which
     evaluations use on whole images.
 
-    Loss: ``mean (x_{k+1} - f(x_1 ... x_k))^2`` over the patches after the prefix; the targets x
-    are standardized.
+    Loss: ``mean (x_{k+1} - f(x_1 ... x_k))^2`` over the patches x_{k+1} after the prefix, which are
+    standardized; f is the network.
 
     Published: ImageNet top-1 of an attentive probe: AIM-0.6B 79.4, 1B 82.3, 3B 83.3, 7B 84.0
     (authors' README).
@@ -104,7 +104,11 @@ class AIM(MaskedPatches):
 
 
 class CausalNetwork(Network):
-    """Backbone and head; each patch attends to the prefix and to earlier patches only."""
+    """Backbone and head; each patch attends to the prefix, to earlier patches and to itself.
+
+    It takes images (B, C, H, W) and a mask (B, N), True after the prefix. ``prediction`` of its
+    output is (B, N, P).
+    """
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> PatchOutput:  # type: ignore[override]
         images, mask = inputs

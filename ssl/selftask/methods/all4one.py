@@ -1,6 +1,7 @@
 """All4One: contrast with a neighbor and a centroid of neighbors; decorrelate the features.
 
-B: images per rank, D: width of projector and predictors, K: length of the queue, N: neighbors.
+B: images per rank, E: width of the backbone, D: width of projector and predictors, K: length of the
+queue, N: neighbors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import ProjectorTeacher, Schedule, teacher_momentum
 from selftask.methods.nnclr import neighbor_loss
 from selftask.models.feature_queue import FeatureQueue
-from selftask.models.heads import mlp
+from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
 
@@ -135,7 +136,7 @@ class All4One(ProjectorTeacher):
             self.pending.append(teacher[0])
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the three terms of the loss for ``output`` (2, B, 3, D)."""
+        """Return the three weighted terms of the loss for ``output`` (2, B, 3, D)."""
         config, neighbors = self.config, batch["neighbors"]  # (2, B, N, D)
         _, prediction, query = output.unbind(2)
         nearest = neighbors[:, :, 0]
@@ -156,13 +157,11 @@ class All4One(ProjectorTeacher):
             self.queue.update(rows)
 
 
-class ProjectorPredictors(nn.Module):
+class ProjectorPredictors(ProjectorPredictor):
     """A projector and two predictors: features (N, E) -> (N, 3, D)."""
 
     def __init__(self, projector: nn.Module, predictor: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.projector = projector
-        self.predictor = predictor
+        super().__init__(projector, predictor)
         self.centroid_predictor = second
 
     def forward(self, features: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ from selftask.registry import register_method
 class BarlowTwins(Projected):
     """Barlow Twins (arXiv:2103.03230): two views agree, and their features are uncorrelated.
 
-    Loss: ``sum_i (1 - C_ii)^2 + lambda sum_(i != j) C_ij^2`` of the correlations C of two views
-    (eq. 1).
+    Loss: ``sum_i (1 - C_ii)^2 + lambda sum_(i != j) C_ij^2`` of the correlations C_ij of feature i
+    of one view with feature j of the other (eq. 1).
 
     Published: ImageNet linear top-1 of ResNet-50 73.3 after 1000 epochs at batch 2048 (authors'
     README).

@@ -4,6 +4,9 @@ A method is an ``nn.Module``. Its queue, center, prototypes or teacher are buffe
 so they are moved, saved and resumed without additional code. Its own parameters, such as a
 predictor's, are trained. It is also a hook, called before all others at each hook point.
 ``task.loss`` is the method: its ``forward`` returns the loss.
+
+B: images per rank, C: channels of an image, or classes, E: width of the backbone, N: rows, such as
+views of images.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ class Method(nn.Module, Hook):
     the method begins with its name and arXiv number: ``DINO (arXiv:2104.14294): one sentence``.
     """
     columns: ClassVar[dict[str, str]] = {}
-    """Descriptions of the columns of metrics.jsonl that the method logs, such as loss terms."""
+    """Columns of metrics.jsonl that the method logs, such as loss terms: name -> description."""
     outputs_logits: ClassVar[bool] = False  # True if the output is (B, C), as meters expect
     sample_dim: ClassVar[int | None] = 1
     """Dimension of the samples in the network's output, or in the ``prediction`` of a
@@ -132,7 +135,8 @@ class Method(nn.Module, Hook):
             task: The task, with its config, data and length.
 
         Raises:
-            UserError: If the backbone does not fit the method, or ``build_head`` returns no module.
+            UserError: If the backbone does not fit the method, or if ``build_head`` returns no
+                module, or one whose first linear layer takes another number of features.
         """
         width = embed_dim(backbone)
         head = self.build_head(width)
@@ -170,11 +174,12 @@ class Method(nn.Module, Hook):
         """Return the frozen module that the config field ``name``, a ``FrozenModule``, specifies.
 
         Call it in ``build_network`` or ``setup``. The result has the module as ``network``: your
-        own one for ``package.module:Class``; otherwise the backbone of a run, a file or a library,
-        whose patches ``models.features.extract(result.network, images)`` returns.
+        own one for ``package.module:Class``; otherwise the backbone of a run, a file or a library.
+        ``models.features.extract.extract(result.network, images)`` returns its patches.
 
         Raises:
-            UserError: If the module does not exist, or takes a different number of channels.
+            UserError: If the module or its weights cannot be opened, or if a backbone takes images
+                with another number of channels than the data have.
         """
         return open_frozen(getattr(self.config, name), f"method.{name}", task)
 
@@ -206,7 +211,7 @@ class Method(nn.Module, Hook):
             sizes: Height and width in pixels of each view of ``batch.all_views``.
 
         Returns:
-            Tensors on the CPU, which may be nested in dicts, lists and (named) tuples.
+            Tensors on the CPU, which may be nested in dicts, lists and (named) tuples; or None.
         """
         return None
 
@@ -241,6 +246,9 @@ class Method(nn.Module, Hook):
 
         Returns:
             A scalar, or named terms whose sum is the loss; terms are logged.
+
+        Raises:
+            UserError: If a subclass does not define this method.
         """
         raise UserError(
             f"{source_of(type(self))}: {type(self).__name__} has no method forward(self, output, "
@@ -259,11 +267,12 @@ class Method(nn.Module, Hook):
     def meter_input(
         self, output: Any, batch: Batch, head: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class scores (N, C) and classes for meters: ``logits`` and ``batch.labels``.
+        """Return class scores (N, C) and classes: ``logits`` and ``batch.labels`` by default.
 
-        Classes are (N,), or (N, C) if images have several labels. Override it in a method that
-        makes its own classes, such as the rotation of each image. Its runs then have meters without
-        ``outputs_logits``. N need not be the number of images.
+        Classes are (N,), or (N, C) if images have several labels; meters compare them with the
+        scores. Override it in a method that makes its own classes, such as the rotation of each
+        image. Its runs then have meters without ``outputs_logits``. N need not be the number of
+        images.
 
         Args:
             output: Output of the network.
@@ -279,7 +288,7 @@ class Method(nn.Module, Hook):
         return self.outputs_logits or type(self).meter_input is not Method.meter_input
 
     def for_meter(self, meter: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return ``meter_input`` of ``batch.output`` for a meter; scores are detached."""
+        """Return ``meter_input`` for a meter, of the head that it names; scores are detached."""
         head = getattr(meter, "head", None)  # Classy's meters have none
         scores, classes = self.meter_input(batch.output, batch, head)
         return scores.detach(), classes
@@ -335,7 +344,8 @@ class Method(nn.Module, Hook):
     ) -> tuple[nn.Module, nn.Module] | None:
         """Return the trained head for images and the text tower; None if there is none.
 
-        Both embed in one space: features (B, E) -> (B, D), token ids (T, L) of T texts -> (T, D).
+        Both embed in one space: features (B, E) -> (B, D), token ids (T, L) of T texts of L tokens
+        -> (T, D).
 
         Args:
             embed_dim: Number of features of the exported backbone, E.

@@ -40,7 +40,7 @@ from selftask.registry import register_method
 class BEiT(BlockMaskedPatches):
     """BEiT (arXiv:2106.08254): predicts the tokens of hidden patches, given by a trained tokenizer.
 
-    Loss: ``-log softmax(s)[token]`` of hidden patches.
+    Loss: ``-log softmax(s)[token]`` of the scores s of hidden patches.
 
     Published: ImageNet fine-tuned top-1 of ViT-B 85.5 and ViT-L 87.3 for BEiT v2 (authors' README).
 
@@ -163,7 +163,7 @@ class BranchNetwork(HiddenPatchNetwork):
         self.norm = nn.LayerNorm(width, eps=1e-6)
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> PatchOutput:  # type: ignore[override]
-        """Return scores (B, 2 * H, K): those of the patches, then those of the branch."""
+        """Return a ``PatchOutput`` with the scores (B, 2 * H, K) of patches, then of the branch."""
         images, mask, indices = inputs
         features = self.extract(
             images, mask=mask, mask_token=self.mask_token, layers=(self.layer, -1)

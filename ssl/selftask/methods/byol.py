@@ -27,7 +27,8 @@ class BYOL(ProjectorTeacher, NeighborTargets):
     With ``queue_size`` it is NNBYOL (NNCLR's paper, arXiv:2104.14548): the target is the nearest
     neighbor of the teacher's output among its outputs for earlier images.
 
-    Loss: ``2 - 2 cos(p1, sg t2)``, and the same with the views exchanged (eq. 2).
+    Loss: ``2 - 2 cos(p1, t2)`` of the prediction p1 for one view and the teacher's output t2 for
+    the other, and the same with the views exchanged (eq. 2).
 
     Use it with batches too small for negatives; a reliable first choice for convolutional networks.
 

@@ -1,7 +1,7 @@
 """CAE: predict the features of masked patches, and their tokens from the predicted features.
 
 B: images per rank, N: patches of an image, K kept and Q masked ones, E: width of the backbone, D:
-width of regressor and decoder, T: number of tokens.
+width of regressor and decoder, T: number of tokens, P: prefix tokens.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CAE(KeptPatches):
         decoder_depth: int = setting(4, min=1, tiny=1)
         """Number of blocks of the regressor, and of the decoder."""
         decoder_heads: int = setting(12, min=1, tiny=2)
-        """Number of attention heads of these blocks."""
+        """Number of attention heads of a block of regressor or decoder."""
         feature_weight: float = setting(2.0, min=0)
         """Weight of the squared difference of features, w."""
 
@@ -95,8 +95,8 @@ class CAE(KeptPatches):
         A backbone that ``init`` loads keeps its weights.
 
         Raises:
-            UserError: If the tokenizer does not exist or gives no tokens, or if ``mask_ratio``
-                keeps none or all of the patches.
+            UserError: If the tokenizer does not exist or gives no tokens, if ``mask_ratio`` keeps
+                none or all of the patches, or if a backbone that is not loaded has no positions.
         """
         grid = adapter_of(backbone).built_grid
         self.num_kept(grid)
@@ -128,14 +128,19 @@ class CAE(KeptPatches):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal scores, and of zeros as features: ln(number of tokens) + feature_weight."""
+        """Loss of equal scores, and of zeros as features: ln(number of tokens) +
+        ``feature_weight``.
+
+        The encoder's features are normalized, so that their mean square is 1.
+        """
         return math.log(self.num_tokens) + self.config.feature_weight
 
 
 class ContextNetwork(Network):
     """Encoder of the kept patches, and a head that predicts the masked ones.
 
-    The targets are the encoder's features of the masked patches, without gradients.
+    ``prediction`` of its output is ``MaskedPredictions``. The targets are the encoder's features of
+    the masked patches, without gradients.
     """
 
     def forward(self, inputs: tuple[Tensor, Kept]) -> PatchOutput:  # type: ignore[override]

@@ -38,8 +38,8 @@ from selftask.registry import register_method
 class CAPI(MaskedPatches, EMATeacher):
     """CAPI (arXiv:2502.08769): predicts the clusters of hidden patches from the visible ones.
 
-    Loss: ``-sum_k a_k log softmax(s/tau)_k`` with assignments a of a teacher's patches; the
-    same loss trains the clusters.
+    Loss: ``-sum_k a_k log softmax(s/tau)_k`` of the scores s of hidden patches, with the
+    assignments a of a teacher's patches to clusters k; the same loss trains the clusters.
 
     Published: ImageNet attentive probe of ViT-L/14 82.9, 83.8 from LVD-142M (authors' README).
 
@@ -79,9 +79,9 @@ class CAPI(MaskedPatches, EMATeacher):
         predicted: float = setting(0.05, above=0, max=1)
         """Share of the hidden patches that are predicted, at least one."""
         temperature: float = setting(0.12, above=0)
-        """Temperature of predictions and clusters."""
+        """Temperature of the scores of clusters, in both terms of the loss."""
         target_temperature: float = setting(0.06, above=0)
-        """Temperature of the assignments."""
+        """Temperature of the assignments, epsilon of Sinkhorn-Knopp."""
         sinkhorn_iterations: int = setting(3, min=1)
         """Number of iterations of Sinkhorn-Knopp."""
         position_wise: bool = True
@@ -208,7 +208,10 @@ class CAPI(MaskedPatches, EMATeacher):
 
 
 class CAPINetwork(Network):
-    """Encoder of the visible patches, predictor, and head for the scores of clusters (B, Q, K)."""
+    """Encoder of the visible patches, predictor, and head for the scores of clusters (B, Q, K).
+
+    It takes images (B, C, H, W) and a ``Kept``.
+    """
 
     def __init__(self, backbone: nn.Module, predictor: CrossPredictor, num_clusters: int) -> None:
         super().__init__(backbone, predictor)

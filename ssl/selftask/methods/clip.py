@@ -148,7 +148,7 @@ class TwoTowers(Network):
         """Return the embeddings of images and captions, (2, B, D).
 
         Args:
-            pairs: A list of one view (B, C, H, W), and tokens (B, L).
+            pairs: A list of one view (B, C, height, width), and tokens (B, L).
         """
         views, tokens = pairs
         return torch.cat([super().forward(views), self.text_head(self.text(tokens))[None]])

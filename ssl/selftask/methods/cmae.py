@@ -46,8 +46,8 @@ class CMAE(MAE, EMATeacher):
     The first view is masked. An EMA teacher sees the whole second view: a crop shifted by some
     pixels, with different colors.
 
-    Loss: ``mean (x - x')^2 + w 2 tau CE(p.t/tau)`` with masked patches x, the prediction p for an
-    image, and the teacher's outputs t for all images.
+    Loss: ``mean (x - x')^2 + w 2 tau CE(p.t/tau)`` with masked patches x and their predictions x',
+    the prediction p for an image, and the teacher's outputs t for all images.
 
     Published: ImageNet fine-tuned top-1 of ViT-B 83.8 after 300 epochs, 84.7 after 1600 (authors'
     README).
@@ -99,7 +99,7 @@ class CMAE(MAE, EMATeacher):
         return ContrastNetwork(network.backbone, network.head, decoder, head)
 
     def averaged(self, network: Any) -> nn.Module:
-        """Return backbone and projector."""
+        """Return backbone and projector, for whole images; the teacher has no predictor."""
         return WholeImageNetwork(network.backbone, network.contrast_head.projector)
 
     @torch.no_grad()
@@ -140,7 +140,10 @@ class CMAE(MAE, EMATeacher):
 
 
 class ContrastNetwork(KeptNetwork):
-    """MAE's network with a second decoder, followed by a projector and a predictor."""
+    """MAE's network with a second decoder, followed by a projector and a predictor.
+
+    ``prediction`` of its output is ``Predictions``.
+    """
 
     def __init__(
         self,

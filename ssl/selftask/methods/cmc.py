@@ -51,8 +51,8 @@ class CMC(MemoryContrast):
     @dataclass(frozen=True, kw_only=True)
     class Config(MemoryContrast.Config):
         loss: Literal["nce", "info_nce"] = "info_nce"
-        """How an image is distinguished from its negatives: by noise-contrastive estimation, or by
-        a softmax.
+        """How an image is distinguished from its negatives. nce: by noise-contrastive estimation;
+        info_nce: by a softmax.
         """
         num_negatives: int = setting(16384, min=1, tiny=16)
         """Number of negatives drawn from the memory bank, K."""
@@ -88,7 +88,9 @@ class CMC(MemoryContrast):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal similarities: 2 ln(1 + ``num_negatives``); for NCE twice ``npid``'s."""
+        """Loss of equal similarities: 2 ln(1 + K) with K ``num_negatives``; for NCE
+        2 ln(1 + K) + 2 K ln(1 + 1/K).
+        """
         return 2 * super().chance_loss
 
 

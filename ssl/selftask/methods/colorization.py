@@ -42,9 +42,9 @@ class Colorization(ViewPixels):
     Views are in Lab, by the transform ``lab``. The network sees L in each of its three channels;
     evaluations need the transform ``lightness``, which does the same.
 
-    Loss: ``-w[q*] sum_q z_q log softmax(s)_q`` over bins q of the colors (a, b) of a position: z
-    are the shares of the five nearest bins, and w is the weight of the nearest bin (eq. 2), which
-    is larger for rare colors.
+    Loss: ``-w[q*] sum_q z_q log softmax(s)_q`` of the scores s of a position, over bins q of the
+    colors (a, b): z are the shares of the five bins nearest to its color, and w is the weight of
+    the nearest bin q* (eq. 2), which is larger for rare colors.
 
     Published: ImageNet linear top-1 of ResNet-50 40.1 (VISSL's README).
 
@@ -101,12 +101,12 @@ class Colorization(ViewPixels):
                 backbone's map is not known.
         """
         self.check_backbone(backbone)
+        self.read_moments(task)
         groups = task.config.views.values()
         if not all(any(part.name == "lab" for part in group.transforms) for group in groups):
             raise UserError(
                 "views: colorization predicts colors in Lab; end the transforms by lab, normalize"
             )
-        self.read_moments(task)
         sizes = embed_dim(backbone), self.config.decoder_dim, len(self.bins)
         stride = adapter_of(backbone).stride
         decoder = transposed_decoder(*sizes, stride=stride, out_stride=STRIDE)

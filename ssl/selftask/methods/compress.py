@@ -25,7 +25,8 @@ from selftask.registry import register_method
 class CompRess(QueueDistillation):
     """CompRess (arXiv:2010.14713): a student learns a teacher's similarities to a memory of images.
 
-    Loss: ``KL(softmax(t.Q/tau) || softmax(s.Q/tau))`` over the queue Q (eq. 2).
+    Loss: ``KL(softmax(t.Q/tau) || softmax(s.Q/tau))`` of the features t of the teacher and s of the
+    student, over queues Q (eq. 2).
 
     Published: ImageNet linear top-1 of ResNet-50 71.6 from SimCLR's ResNet-50 x4, of ResNet-18 61.7
     from MoCo v2 (authors' README).
@@ -72,7 +73,10 @@ class CompRess(QueueDistillation):
         return (self.queue, self.student_queue) if self.config.student_queue else (self.queue,)
 
     def rows(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the teacher's unit vectors and, with ``student_queue``, the student's."""
+        """Return the teacher's unit vectors, (B, D), which are enqueued after the step.
+
+        With ``student_queue``, the student's are also returned, (B, E).
+        """
         student = F.normalize(to_float32(batch.output[0].detach()), dim=1)
         return (batch["targets"], student)[: len(self.queues())]
 
@@ -98,6 +102,8 @@ def compress_loss(
     temperature: float,
 ) -> Tensor:
     """Return KL(teacher || student) of the similarities to the images of the queues (eq. 2).
+
+    It is a mean over images. With a common queue, E is D.
 
     Args:
         student: (B, E), not necessarily normalized.

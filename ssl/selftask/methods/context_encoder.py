@@ -34,8 +34,8 @@ class ContextEncoder(Method):
     Only the reconstruction loss is used. The paper's adversarial loss, of weight 0.001, would need
     a discriminator with a second optimizer.
 
-    Loss: ``mean w (x - x')^2`` of the pixels of the center; the weight w is 10 where the prediction
-    overlaps with visible pixels, and 1 elsewhere (eq. 1).
+    Loss: ``mean w (x - x')^2`` of the pixels x of the center and their predictions x'; the weight w
+    is 10 where the prediction overlaps with visible pixels, and 1 elsewhere (eq. 1).
 
     Published: mean average precision on PASCAL VOC 2007 of AlexNet, fine-tuned, 56.5 (paper).
 
@@ -60,7 +60,7 @@ class ContextEncoder(Method):
         center_size: int = setting(64, min=2)
         """Side S of the predicted square in pixels, half the side of the images."""
         overlap: int = setting(4, min=0)
-        """Width of the visible border inside this square, in pixels."""
+        """Width of the visible border inside the predicted square, in pixels."""
         overlap_weight: float = setting(10.0, min=0)
         """Weight of the visible border in the loss."""
         decoder_dim: int = setting(256, min=1, tiny=16)
@@ -96,8 +96,9 @@ class ContextEncoder(Method):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Return the backbone, and a decoder from its map to the pixels of the center.
 
-        Raises UserError if ``center_size`` is not a multiple of the backbone's stride, or the
-        stride not a power of 2.
+        Raises:
+            UserError: If the stride of the backbone's map is not known or no power of 2, or if
+                ``center_size`` is not a multiple of it.
         """
         self.check_backbone(backbone)
         size, stride = self.config.center_size, adapter_of(backbone).stride
@@ -149,7 +150,7 @@ class ContextEncoder(Method):
 
 
 def center(images: Tensor, size: int) -> Tensor:
-    """Return the central square of images (..., H, W), a view (..., ``size``, ``size``)."""
+    """Return the central square of images (..., H, W) without a copy: (..., ``size``, ``size``)."""
     top, left = ((side - size) // 2 for side in images.shape[-2:])
     return images[..., top : top + size, left : left + size]
 

@@ -27,8 +27,9 @@ from selftask.registry import register_method
 class CorInfoMax(Projected):
     """CorInfoMax (arXiv:2209.07999): views agree; the determinants of their covariances are large.
 
-    Loss: ``-(ln det(R1 + eps I) + ln det(R2 + eps I)) / D + alpha |z1 - z2|^2 / D`` with running
-    covariances R (eq. 12, with a mean of squares).
+    Loss: ``-(ln det(R1 + eps I) + ln det(R2 + eps I)) / D + alpha |z1 - z2|^2 / D`` of the unit
+    vectors z1, z2 of two views, with D features, and their running covariances R1, R2 (eq. 12, with
+    a mean of squares).
 
     Use it with small batches: covariances are averaged over steps.
 

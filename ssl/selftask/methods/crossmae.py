@@ -26,7 +26,8 @@ from selftask.registry import register_method
 class CrossMAE(MAE):
     """CrossMAE (arXiv:2401.14391): MAE that predicts some of the masked patches independently.
 
-    Loss: ``mean (x - x')^2`` of the predicted patches, standardized.
+    Loss: ``mean (x - x')^2`` of the standardized pixels x of the predicted patches and their
+    predictions x'.
 
     Published: ImageNet fine-tuned top-1 of ViT-S 79.3, ViT-B 83.7, ViT-L 85.4 (authors' README).
 
@@ -54,7 +55,8 @@ class CrossMAE(MAE):
         A loaded backbone keeps its weights and positions.
 
         Raises:
-            UserError: If ``mask_ratio`` or ``predicted_ratio`` does not fit the number of patches.
+            UserError: If ``mask_ratio`` or ``predicted_ratio`` does not fit the number of patches,
+                or if a backbone that is not loaded has no positions.
         """
         adapter = adapter_of(backbone)
         self.num_predicted(adapter.built_grid)

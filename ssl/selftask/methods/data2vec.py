@@ -30,7 +30,8 @@ from selftask.registry import register_method
 class Data2Vec(BlockMasks, EMATeacher):
     """data2vec (arXiv:2202.03555): predicts an EMA teacher's features of masked patches.
 
-    Loss: ``smooth L1(p, mean of the teacher's upper layers)`` of masked patches (eq. 4).
+    Loss: ``smooth_l1(p, t)`` of masked patches, with predictions p and the mean t of the teacher's
+    upper layers (eq. 4).
 
     Use it before fine-tuning a transformer, without a tokenizer.
 
@@ -54,15 +55,15 @@ class Data2Vec(BlockMasks, EMATeacher):
     @dataclass(frozen=True, kw_only=True)
     class Config(BlockMasks.Config, EMATeacher.Config):
         mask_ratio: float = setting(0.6, above=0, below=1)
-        """Maximum share of masked patches."""
+        """Maximum share of the patches of an image that are masked, in blocks."""
         min_block: int = setting(16, min=1, tiny=4)
-        """Size of the smallest masked block, in patches."""
+        """Smallest area of a masked block, in patches, unless fewer remain to be masked."""
         top_blocks: int = setting(6, min=1, tiny=2)
         """Number of the teacher's top blocks whose mean is the target, K."""
         norm_target: bool = False
-        """Whether this mean is normalized once more, as in the published run of ViT-B."""
+        """Whether the mean of the top blocks is normalized, as in the published run of ViT-B."""
         beta: float = setting(2.0, above=0)
-        """Beta of the smooth L1 loss, eq. 4."""
+        """Error below which the smooth L1 loss is quadratic, beta in eq. 4."""
         momentum: Schedule = teacher_momentum(0.9998)
         """Momentum of the teacher, tau in section 3.1; a warm-up is linear from tau_0 to tau_e."""
 

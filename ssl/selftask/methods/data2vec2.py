@@ -58,8 +58,9 @@ class Predictions(NamedTuple):
 class Data2Vec2(MaskedPatches, EMATeacher):
     """data2vec 2.0 (arXiv:2212.07525): predicts a teacher's features under many masks of an image.
 
-    Loss: ``|p - y|^2 / sqrt(E)`` of hidden patches for each of several masks of an image, with one
-    pass of the teacher for all.
+    Loss: ``|p - y|^2 / sqrt(E)`` of hidden patches, with predictions p and the teacher's E features
+    y, for each of several masks of an image; the teacher runs once for all. A second term compares
+    the class token with the mean of y over patches.
 
     Use it in place of ``data2vec`` if the teacher's forward passes take most of the time.
 
@@ -236,7 +237,10 @@ class Data2Vec2(MaskedPatches, EMATeacher):
 
 
 class Data2Vec2Network(Network):
-    """Encoder of the visible patches of each mask, and a decoder of all patches."""
+    """Encoder of the visible patches of each mask, and a decoder of all patches.
+
+    It takes ``Inputs``; ``prediction`` of its output is ``Predictions``.
+    """
 
     def __init__(self, backbone: nn.Module, decoder: ConvDecoder) -> None:
         super().__init__(backbone, decoder)

@@ -31,7 +31,8 @@ class DBOT(KeptPatches):
     The teacher of the first stage has random weights; the run of one stage is the teacher of the
     next: ``method.teacher=RUN``.
 
-    Loss: ``smooth_l1(p, LN(t))`` of masked patches.
+    Loss: ``smooth_l1(p, LN(t))`` of masked patches, with predictions p and the teacher's features
+    t, normalized over features (LN).
 
     Use it in place of ``mae`` if features, not pixels, are to be predicted and no trained teacher
     exists.
@@ -47,7 +48,11 @@ class DBOT(KeptPatches):
         """Error below which the loss is quadratic."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Open the teacher, and build a network whose decoder has the teacher's width."""
+        """Open the teacher, and build a network whose decoder has the teacher's width.
+
+        Raises:
+            UserError: If the teacher does not exist or has no patches, or as ``build_kept``.
+        """
         trained = self.open_trained("teacher", task)
         self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")
         return self.build_kept(backbone, task, trained.width)

@@ -24,9 +24,10 @@ from selftask.registry import register_method
 class DCL(BatchContrast):
     """DCL (arXiv:2110.06848): SimCLR without the positive in the denominator, for small batches.
 
-    Loss: ``-cos(z1, z2)/tau + log sum exp(z1.n/tau)`` over views n of other images only (eq. 5).
-    With ``sigma`` (DCLW, eq. 6) the first term is weighted by ``2 - N softmax(cos(z1, z2)/sigma)``
-    over the N images. The weight has a gradient, unlike in the library lightly.
+    Loss: ``-cos(z1, z2)/tau + log sum exp(cos(z1, n)/tau)`` of the views z1 and z2 of an image,
+    over views n of other images only (eq. 5). With ``sigma`` (DCLW, eq. 6) the first term is
+    weighted by ``2 - N softmax(cos(z1, z2)/sigma)`` over the N images. The weight has a gradient,
+    unlike in the library lightly.
 
     Published: ImageNet linear top-1 of SimCLR with this loss 68.2 at batch 256 after 200 epochs
     (abstract).

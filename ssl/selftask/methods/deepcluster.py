@@ -35,7 +35,7 @@ _CLUSTERING = 0x6B6D6E73  # "kmns": separates these draws from others of the sam
 class DeepCluster(ClusteredImages):
     """DeepCluster v2 (arXiv:2006.09882): predicts clusters of all images, renewed each epoch.
 
-    Loss: ``-log softmax(z.c/tau)[cluster]``, mean over heads.
+    Loss: ``-log softmax(z.c/tau)[cluster]`` of features z and centroids c, mean over heads.
 
     Published: ImageNet linear top-1 of ResNet-50 75.2 after 800 epochs with multi-crop (SwAV's
     README).
@@ -94,13 +94,18 @@ class DeepCluster(ClusteredImages):
 
     def setup(self, task: Task) -> None:
         """Allocate the memory. Raise UserError if there are fewer images than clusters."""
+        super().setup(task)
         config = self.config
         num_images = self.build_memory(task, "num_prototypes", max(config.num_prototypes))
         assignments = torch.full((len(config.num_prototypes), num_images), NO_CLUSTER)
         self.register_buffer("assignments", assignments)  # (H, N)
 
     def on_phase_start(self, task: Task) -> None:
-        """Cluster the memory at the start of an epoch; before the first one, fill it."""
+        """Cluster the memory at the start of an epoch; before the first one, fill it.
+
+        Nothing is clustered if the run is resumed within an epoch. The share of the largest cluster
+        of the first head is logged.
+        """
         if not task.train or task.clock.batch_in_epoch != 0:
             return
         if task.clock.batch == 0:
@@ -130,13 +135,19 @@ class DeepCluster(ClusteredImages):
             self.assignments[head, is_filled] = assignments
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy of views (V, B, D) with their clusters, averaged over heads."""
+        """Return the cross-entropy of views (V, B, D) with their clusters, averaged over heads.
+
+        The loss of images without a cluster is 0.
+        """
         with torch.autocast(output.device.type, enabled=False):
             features = F.normalize(to_float32(output), dim=2)  # (V, B, D)
             scores = features.flatten(0, 1) @ self.prototypes.T  # (V * B, K_1 + ... + K_H)
         by_head = (scores / self.config.temperature).split(self.config.num_prototypes, dim=1)
         assignments = self.assignments[:, batch.index].repeat(1, len(features))  # (H, V * B)
-        losses = [F.cross_entropy(*pair) for pair in zip(by_head, assignments, strict=True)]
+        losses = [
+            F.cross_entropy(*pair, reduction="none")
+            for pair in zip(by_head, assignments, strict=True)
+        ]
         return torch.stack(losses).mean()
 
     def on_update(self, task: Task) -> None:

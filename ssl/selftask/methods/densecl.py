@@ -52,7 +52,8 @@ class Keys(NamedTuple):
 class DenseCL(MomentumContrast, EMATeacher):
     """DenseCL (arXiv:2011.09157): MoCo for whole images and for locations of feature maps.
 
-    Loss: ``(1 - w) InfoNCE(images) + w InfoNCE(locations)`` (eq. 3).
+    Loss: ``(1 - w) InfoNCE(images) + w InfoNCE(locations)`` (eq. 3), with the weight w,
+    ``dense_weight``.
 
     Use it to pretrain a convolutional network for detection or segmentation.
 
@@ -137,7 +138,7 @@ class DenseNetwork(Network):
         self.dense_head = dense_head
 
     def forward(self, views: list[Tensor]) -> PatchOutput:  # type: ignore[override]
-        """Return ``Predictions`` and features.
+        """Return a ``PatchOutput`` whose prediction is ``Predictions``.
 
         Args:
             views: A list of one view, (B, C, H, W).

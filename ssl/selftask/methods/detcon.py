@@ -1,7 +1,7 @@
 """DetCon: contrast the segments of an image between two views.
 
-B: images per rank, W: ranks, M: regions sampled in a view, E: width of the backbone, D: width of
-the heads.
+V: views, B: images per rank, W: ranks, M: regions sampled in a view, R: points of a view in each
+direction, E: width of the backbone, D: width of the heads.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ RESOLUTION = 56  # R, points of a view in each direction at which its segments a
 MAX_SEGMENTS = 256  # of an image
 
 Inputs: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""Views (B, C, H, W), and the masks (B, M, R, R) of the sampled regions of each."""
+"""Views (B, C, height, width), and the masks (B, M, R, R) bool of the sampled regions of each."""
 
 
 @register_method("detcon")
 class DetCon(EMATeacher):
     """DetCon (arXiv:2103.10957): recognizes segments of an image among those of all images.
 
-    Loss: ``-log exp(cos(p, t)/tau) / sum exp(cos/tau)`` over all regions, where p and t show the
-    same segment, in both directions.
+    Loss: ``-log exp(cos(p, t)/tau) / sum exp(cos/tau)`` of a prediction p and a target t that show
+    the same segment, over all regions, in both directions.
 
     Use it to pretrain for detection or segmentation. A grid of rectangles divides each image;
     better segments, such as those of Felzenszwalb and Huttenlocher in the paper, can be provided
@@ -104,7 +104,10 @@ class DetCon(EMATeacher):
         return uniform(seed, key, 2 * self.config.num_regions).unflatten(1, (2, -1))
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Sample regions of both views; ``batch["ids"]`` are their segments (2, B, M)."""
+        """Sample regions of both views, and set the input to views and masks, see ``Inputs``.
+
+        Sets ``batch["ids"]`` (2, B, M), the segments of the regions.
+        """
         segments = self.segments(batch)
         masks, ids = [], []
         draws = (draw for group in batch.draws.values() for draw in group)

@@ -33,8 +33,8 @@ NUM_GLOBAL = 2  # views that the teacher sees
 class DINO(PrototypeHeads, EMATeacher):
     """DINO (arXiv:2104.14294): predicts an EMA teacher's outputs for global crops from any crop.
 
-    Loss: ``-sum_k t_k log softmax(s/tau)_k``, t being the teacher's centered and sharpened output
-    for a global crop, over pairs of different crops (eq. 3).
+    Loss: ``-sum_k t_k log softmax(s/tau)_k`` of the student's output s for a crop and the teacher's
+    centered and sharpened output t for a global crop, over pairs of different crops (eq. 3).
 
     Published: ImageNet k-NN and linear top-1 of ViT-S/16 74.5 and 77.0, ViT-B/16 76.1 and 78.2,
     ResNet-50 67.5 and 75.3 (authors' README).
@@ -104,7 +104,7 @@ class DINO(PrototypeHeads, EMATeacher):
         of_batches = zip(*self.take_pending(), strict=True)
         for center, means in zip(self.centers(), of_batches, strict=True):
             mean = all_reduce_mean(torch.stack(means).mean(dim=0))  # (K,)
-            center.lerp_(mean, 1.0 - self.config.center_momentum)
+            center.lerp_(mean.to(center.dtype), 1.0 - self.config.center_momentum)
 
     @property
     def chance_loss(self) -> float:

@@ -54,7 +54,9 @@ class Inputs(NamedTuple):
     """Argument of the network."""
 
     global_views: list[Tensor]
+    """Two views of one size, (B, C, H, W) each."""
     local_views: list[Tensor]
+    """(B, C, H', W') each."""
     masks: Masks
     is_student: bool
     """True to mask patches; the teacher gets whole views."""
@@ -77,7 +79,8 @@ class Predictions(NamedTuple):
 class DINOv2(PrototypeHeads, EMATeacher):
     """DINOv2 (arXiv:2304.07193): DINO for images, iBOT for masked patches, and spread-out features.
 
-    Loss: ``DINO + iBOT - w mean log min_j |x_i - x_j|`` (section 4).
+    Loss: ``DINO + iBOT - w mean log min_j |x_i - x_j|`` (section 4). The last term, KoLeo, is of
+    the unit vectors x of images and has the weight w, ``koleo_weight``.
 
     Published: ImageNet k-NN and linear top-1 of ViT-L/16 81.6 and 82.9 after 100 epochs of ImageNet
     alone (authors' README).
@@ -124,7 +127,9 @@ class DINOv2(PrototypeHeads, EMATeacher):
         as in the published code.
         """
         targets: Literal["sinkhorn", "centering"] = "sinkhorn"
-        """How the teacher's outputs become targets."""
+        """How the teacher's outputs become targets. sinkhorn: balanced over the batch of all ranks;
+        centering: a running mean is subtracted before the softmax.
+        """
         momentum: Schedule = teacher_momentum({"name": "cosine", "start": 0.992, "end": 1.0})
         """Momentum of the teacher."""
         mask_probability: float = setting(0.5, min=0, max=1)
@@ -225,7 +230,8 @@ class DINOv2(PrototypeHeads, EMATeacher):
         """Compute targets from the teacher's scores of the unmasked global views.
 
         Sets ``batch["image_targets"]`` (2, B, K), ``batch["patch_targets"]`` (M, K) of the masked
-        patches, and ``batch["teacher"]``, the teacher's whole output, for subclasses.
+        patches, and ``batch["teacher"]``, the teacher's whole output, for subclasses. The entropy
+        of the image targets is logged as ``target_entropy``.
         """
         batch = task.last_batch
         batch["teacher"] = self.teacher_output(batch)
@@ -328,7 +334,10 @@ class DINOv2(PrototypeHeads, EMATeacher):
 
 
 class DINOv2Network(Network):
-    """The backbone, an image head and a patch head."""
+    """The backbone, an image head and a patch head: ``Inputs`` -> ``PatchOutput``.
+
+    ``prediction`` of the output is ``Predictions``, and ``features`` are those of the global views.
+    """
 
     def __init__(self, backbone: nn.Module, head: nn.Module, patch_head: nn.Module) -> None:
         super().__init__(backbone, head)

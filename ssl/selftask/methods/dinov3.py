@@ -89,12 +89,12 @@ class DINOv3(DINOv2):
         teacher instead of the copy at ``gram_copy``.
         """
         gram_renew_every: int | str = setting("5%", duration=True)
-        """Time after which the teacher is copied again, counted from ``gram_start``."""
+        """Time between the copies of the teacher to the Gram teacher after ``gram_start``."""
         gram_renewals: int = setting(3, min=0)
-        """Maximum number of these later copies."""
+        """Maximum number of copies of the teacher to the Gram teacher after ``gram_start``."""
         gram_scale: float = setting(1.0, min=1)
-        """How many times larger the global views of the Gram teacher are, such as 1.5. All global
-        views are loaded at this size, and reduced for student and teacher.
+        """How many times larger the global views of the Gram teacher are, such as 1.5. Global views
+        are loaded at the larger size, and reduced for student and teacher.
         """
         gram_negatives: Negatives = "keep"
         """Whether negative similarities are kept or set to 0."""
@@ -210,9 +210,10 @@ class DINOv3(DINOv2):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute the targets of DINOv2 and ``batch["gram_patches"]``.
+        """Compute the targets of DINOv2, and ``batch["gram_patches"]``.
 
-        These are the Gram teacher's patches (2 * B, N, E), or None before ``gram_start``.
+        These are the Gram teacher's patches (2 * B, N, E), or None before ``gram_start``. Also set
+        ``batch["gram_weight"]`` and ``batch["local_weight"]``, the weights of this step.
         """
         super().on_forward(task)
         batch = task.last_batch

@@ -26,7 +26,8 @@ class DirectCLR(Method):
 
     The other features are trained through the residual connections of the backbone.
 
-    Loss: ``CE(z1[:d].z2[:d]/tau)`` of the first d features, and the same with the views exchanged.
+    Loss: ``CE(z1[:D].z2[:D]/tau)`` of the first D features of the views z1 and z2, averaged over
+    both directions.
 
     Use it to study collapse without a projection head.
 

@@ -24,8 +24,8 @@ from selftask.registry import register_method
 class DistillFeatures(Distillation):
     """Distillation of features: a student learns the pooled features of a frozen teacher.
 
-    Loss: ``distance(W s, t)`` of the pooled features s of the student and t of the teacher;
-    ``loss`` selects the distance.
+    Loss: ``distance(W s, t)`` of the pooled features s of the student and t of the teacher, with a
+    layer W (``project``); ``loss`` selects the distance.
 
     Use it to train a small network to reproduce a large one's features, if the large one has no
     head.
@@ -38,9 +38,13 @@ class DistillFeatures(Distillation):
         teacher: FrozenModule = trained_teacher()
         """Backbone whose features are learned."""
         loss: Literal["cosine", "mse"] = "cosine"
-        """Distance between the features of student and teacher."""
+        """Distance between the features of student and teacher. cosine: 1 - cosine; mse: mean
+        squared error.
+        """
         project: Literal["auto", "linear", "none"] = "auto"
-        """Layer from the student's features to the teacher's; auto: linear if widths differ."""
+        """Layer from the student's features to the teacher's. linear: one linear layer; none: no
+        layer, for equal widths; auto: linear if widths differ.
+        """
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the layer from the student's features to the teacher's: (N, E) -> (N, D).
@@ -59,7 +63,10 @@ class DistillFeatures(Distillation):
         return nn.Identity()
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the distance of the features (V, B, D) from the teacher's, a mean over images."""
+        """Return the distance of the features (V, B, D) from the teacher's, a mean over images.
+
+        For ``mse`` it is a mean over features, too.
+        """
         if self.config.loss == "cosine":
             return cosine_distance(output, batch["targets"])
         return F.mse_loss(to_float32(output), batch["targets"])

@@ -27,8 +27,8 @@ from selftask.registry import register_method
 class DistillLogits(Distillation):
     """Distillation of logits (arXiv:1503.02531): a student learns a teacher's class scores.
 
-    Loss: ``tau^2 KL(softmax(t/tau) || softmax(s/tau))`` of class scores s and t; ``loss`` selects
-    other distances.
+    Loss: ``tau^2 KL(softmax(t/tau) || softmax(s/tau))`` of the class scores s of the student and t
+    of the teacher; ``loss`` selects other distances.
 
     Use it if the teacher is a classifier of the classes that you need.
     """
@@ -46,8 +46,8 @@ class DistillLogits(Distillation):
         a checkpoint, or ``timm:NAME`` with the model's own classifier.
         """
         loss: Literal["kl", "cross_entropy", "mse"] = "kl"
-        """Distance from the teacher: KL divergence or cross-entropy of the softmaxes at
-        ``temperature``, or mean squared error of the scores.
+        """Distance from the teacher. kl: KL divergence of the softmaxes at ``temperature``;
+        cross_entropy: cross-entropy of these softmaxes; mse: mean squared error of the scores.
         """
         temperature: float = setting(4.0, above=0)
         """Temperature of student and teacher, for ``kl`` and ``cross_entropy``."""
@@ -77,7 +77,7 @@ class DistillLogits(Distillation):
         return {"distillation": (1 - weight) * distance, "labels": weight * labels}
 
     def distance(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the distance of the student's scores (V, B, C) from the teacher's."""
+        """Return the distance of the student's scores (V, B, C) from ``targets``, the teacher's."""
         loss, temperature = self.config.loss, self.config.temperature
         if loss == "mse":
             return F.mse_loss(to_float32(output), targets)

@@ -45,7 +45,8 @@ NUM_GLOBAL = 2  # views that the teacher sees with ``pairs: different``
 class DistillPrototypes(Distillation):
     """Distillation of prototypes (arXiv:2304.07193): a student learns a teacher's assignments.
 
-    Loss: ``-sum_k t_k log softmax(s/tau)_k`` over prototypes k, for images and optionally patches.
+    Loss: ``-sum_k t_k log softmax(s/tau)_k`` of the student's scores s and the teacher's
+    probabilities t of prototypes k, for images and optionally patches.
 
     Published: ImageNet linear top-1 of ViT-S/14 81.1, ViT-B/14 84.5, ViT-L/14 86.3, all distilled
     from ViT-g (DINOv2's README).
@@ -66,7 +67,10 @@ class DistillPrototypes(Distillation):
         ``RUN@STEP``, a checkpoint, or ``timm:NAME``, whose classes then serve as prototypes.
         """
         targets: Literal["auto", "softmax", "centering", "sinkhorn"] = "auto"
-        """How the teacher's scores become probabilities; auto: as in its own training."""
+        """How the teacher's scores become probabilities. softmax: by a softmax; centering: by a
+        softmax of the scores minus the teacher's center; sinkhorn: balanced over the batch by
+        Sinkhorn-Knopp; auto: as in the teacher's own training.
+        """
         temperature: float = setting(0.1, above=0)
         """Temperature of the student."""
         teacher_temperature: float | None = setting(None, above=0)
@@ -87,7 +91,9 @@ class DistillPrototypes(Distillation):
         bottleneck: int = setting(256, min=1, tiny=16)
         """Width of the student's head before its last layer."""
         num_layers: int = setting(3, min=1, max=100)
-        """Number of layers of the student's head, without the last layer."""
+        """Number of layers of the student's head including the bottleneck, without the last
+        layer.
+        """
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.pairs == "different" and total_views(config["views"]) < NUM_GLOBAL:
@@ -164,7 +170,10 @@ class DistillPrototypes(Distillation):
         return FrozenModule.of(self.config.teacher).model
 
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["targets"]`` (A, B, K) and, for M patches, ``"patch_targets"`` (M, K)."""
+        """Compute the teacher's targets for images, ``batch["targets"]`` (A, B, K).
+
+        With ``patch_weight``, also compute ``batch["patch_targets"]`` (M, K) for the patches.
+        """
         batch = task.last_batch
         scores = self.teacher(batch.all_views[: self.num_seen])
         if self.config.patch_weight:

@@ -24,8 +24,9 @@ class EMPSSL(Projected):
 
     An epoch of V views costs as much as V / 2 epochs of a method with two views.
 
-    Loss: ``-mean_v (1/2) ln det(I + D/(n eps) Z_v' Z_v) - lambda mean_v cos(z_v, mean)``: the
-    coding rate is maximized, while lightly's loss adds it with the other sign (eq. 4).
+    Loss: ``-mean_v (1/2) ln det(I + D/(n eps) Z_v' Z_v) - lambda mean_v cos(z_v, mean)`` of the
+    unit vectors Z_v (n, D) of n images in view v, their rows z_v, and the mean of these over views
+    (eq. 4, negated). The coding rate is maximized; in lightly's loss it has the opposite sign.
 
     Use it with few images and enough time for many crops of each.
 
@@ -58,7 +59,7 @@ class EMPSSL(Projected):
         """Squared distortion of the coding rate."""
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the negated terms of eq. 4, which is maximized, for ``output`` (V, B, D)."""
+        """Return the weighted terms of eq. 4, negated, for ``output`` (V, B, D)."""
         units = F.normalize(to_float32(output), dim=2)
         return {
             "invariance": -self.config.invariance_weight * agreement(units),

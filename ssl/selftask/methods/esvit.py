@@ -41,8 +41,8 @@ class Predictions(NamedTuple):
 class EsViT(DINO):
     """EsViT (arXiv:2106.09785): DINO for whole views, and for regions matched by features.
 
-    Loss: ``(1 - w) DINO + w (-mean_i sum_k t_k log softmax(s_i/tau)_k)``, where t is the target of
-    the teacher's most similar region.
+    Loss: ``(1 - w) DINO + w (-mean_i sum_k t_k log softmax(s_i/tau)_k)``, where s_i are the scores
+    of the student's region i, and t is the target of the teacher's most similar region.
 
     Published: ImageNet k-NN and linear top-1 of Swin-T 75.7 and 78.0, Swin-S 77.7 and 79.5, Swin-B
     78.9 and 80.4 (authors' README).
@@ -86,7 +86,8 @@ class EsViT(DINO):
         """Compute the teacher's targets for global views and their regions.
 
         Sets ``batch["probs"]`` (2, B, K), and, of each global view, ``batch["region_probs"]``
-        (B, N, K) and ``batch["region_features"]`` (B, N, E).
+        (B, N, K) and ``batch["region_features"]`` (B, N, E). The entropy of the targets of views is
+        logged as ``target_entropy``.
         """
         batch = task.last_batch
         output = self.teacher(batch.all_views[:NUM_GLOBAL]).prediction

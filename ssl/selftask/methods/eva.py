@@ -28,7 +28,7 @@ from selftask.registry import register_method
 class EVA(BlockMaskedPatches):
     """EVA (arXiv:2211.07636): predicts a frozen teacher's features of hidden patches.
 
-    Loss: ``-cos(p, sg t)`` of hidden patches.
+    Loss: ``-cos(p, t)`` of hidden patches, with predictions p and the teacher's features t.
 
     Published: ImageNet fine-tuned top-1 of EVA-g 89.7 (authors' README).
 
@@ -56,7 +56,8 @@ class EVA(BlockMaskedPatches):
         """Open the teacher, and build a network whose head has the teacher's width.
 
         Raises:
-            UserError: If the teacher has no patches.
+            UserError: If the teacher does not exist or has no patches, or if the backbone does not
+                fit the masks.
         """
         trained = self.open_trained("teacher", task)
         self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")

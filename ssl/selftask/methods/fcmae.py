@@ -1,6 +1,7 @@
 """FCMAE: MAE for ConvNeXt V2, with sparse convolutions and a decoder of one dense block.
 
-B: images per rank, N = h * w: patches, whose side is the total stride of the backbone.
+B: images per rank, C: channels of an image, N = h * w: patches, whose side is the total stride of
+the backbone, K: visible patches, E: width of the coarsest map.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class FCMAE(SparK):
 
     It is SparK with a decoder that reads only the coarsest feature map and has no norms.
 
-    Loss: ``mean (x - x')^2`` of hidden patches, standardized.
+    Loss: ``mean (x - x')^2`` of the standardized pixels x of hidden patches and their predictions
+    x'.
 
     Use it before fine-tuning ConvNeXt V2.
 

@@ -27,9 +27,10 @@ class FroSSL(Projected):
 
     With ``spectrum: von_neumann`` it is I-VNE+ (Kim et al., VNE, CVPR 2023, arXiv:2304.01434).
 
-    Loss: ``sum_v 2 ln |K_v| + gamma D mean |z_v - mean|^2`` with the Frobenius norm of K_v, the
-    Gram matrix of a view divided by its trace; with ``von_neumann``, minus the entropy of its
-    eigenvalues.
+    Loss: ``sum_v (2 ln |K_v| + gamma V D mean (z_v - m)^2)`` of the features z_v of V views, each
+    of norm 1 over the images, and their mean m. |K_v| is the Frobenius norm of the Gram matrix of
+    a view divided by its trace. With ``von_neumann``: minus the entropy of its eigenvalues, and
+    minus gamma times the cosine of views.
 
     Use it for short runs with several views, without negatives or a teacher.
 
@@ -62,14 +63,14 @@ class FroSSL(Projected):
         invariance_weight: float = setting(1.4, min=0)
         """Weight of the agreement of views (I-VNE+: of the cosine), gamma; 2 for 8 views."""
         spectrum: Literal["frobenius", "von_neumann"] = "frobenius"
-        """Measure of the spectrum: the Frobenius norm, or the von Neumann entropy of unit vectors.
-        The latter needs eigenvalues, and the CPU waits for the GPU to compute them.
+        """Measure of the spectrum. frobenius: the Frobenius norm; von_neumann: the von Neumann
+        entropy of unit vectors, which needs eigenvalues: the CPU waits for the GPU to compute them.
         """
         spectrum_weight: float = setting(1.0, min=0)
         """Weight of the spectrum's term."""
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return both terms for ``output`` (V, B, D)."""
+        """Return both weighted terms for ``output`` (V, B, D); ``spectrum`` selects the second."""
         config = self.config
         if config.spectrum == "frobenius":
             name, (invariance, spectrum) = "norm", frossl_terms(output)

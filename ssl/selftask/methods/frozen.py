@@ -29,7 +29,8 @@ def open_frozen(value: str | FrozenModule, key: str, task: Task) -> Frozen:
         task: The task, whose images the module gets.
 
     Raises:
-        UserError: If the module does not exist, or takes a different number of channels.
+        UserError: If the module or its weights cannot be opened, or if a backbone takes images with
+            another number of channels than the data have.
     """
     module = FrozenModule.of(value)
     if module.is_code:  # may return tokens or scores of any form
@@ -53,8 +54,8 @@ def open_trained(
         scores: Whether the network must have a head for classes or prototypes.
 
     Raises:
-        UserError: If the network or its head does not exist, or if it takes a different number of
-            channels.
+        UserError: If the network, its weights or its head cannot be opened, or if it takes images
+            with another number of channels than the data have.
     """
     module = FrozenModule.of(value)
     channels = task.data_module.channels

@@ -26,8 +26,9 @@ class HCL(BatchContrast):
     With ``hardness=0`` it is Debiased Contrastive Learning (Chuang et al., NeurIPS 2020,
     arXiv:2007.00224).
 
-    Loss: ``-log exp(p) / (exp(p) + N)``, where N is the sum over negatives, weighted by ``exp(beta
-    s)`` and corrected by the probability tau+ of false negatives (eqs. 4 and 5).
+    Loss: ``-log exp(p) / (exp(p) + N)`` of the similarity p of two views, a cosine divided by the
+    temperature. N is the sum of ``exp(s)`` over the similarities s of negatives, weighted by
+    ``exp(beta s)`` and corrected by the probability tau+ of false negatives (eqs. 4 and 5).
 
     Use it in place of ``simclr`` if many images of a batch are of one class; with ``hardness: 0``
     it only corrects for false negatives.
@@ -79,6 +80,8 @@ def hcl_loss(
     num_negatives: int,
 ) -> Tensor:
     """Return the contrastive loss with the estimate of eq. 4 for the sum of true negatives.
+
+    The estimate is at least M * exp(-1 / temperature), the sum of opposite directions.
 
     Args:
         first: (B, D), not necessarily normalized.

@@ -1,6 +1,6 @@
 """Alignment and uniformity: views of an image are close, and images fill the unit sphere.
 
-B: images per rank, N: images of all ranks, D: width of the head.
+V: views, B: images per rank, N: images of all ranks, D: width of the head.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from selftask.registry import register_method
 class Hypersphere(BatchContrast):
     """Alignment and uniformity (arXiv:2005.10242): views are close, images spread on a sphere.
 
-    Loss: ``mean |x - y|^alpha + w ln mean exp(-t |x_i - x_j|^2)``.
+    Loss: ``mean |x - y|^alpha + w ln mean exp(-t |x_i - x_j|^2)`` of the unit vectors x and y of
+    two views, over images, and over pairs of images i and j; w is ``uniformity_weight``.
 
     Use it to monitor alignment and uniformity as separate terms.
 
@@ -56,7 +57,7 @@ class Hypersphere(BatchContrast):
         """Weight of uniformity."""
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return both terms for ``output`` (2, B, D), not necessarily normalized."""
+        """Return both weighted terms for ``output`` (2, B, D), not necessarily normalized."""
         config = self.config
         return {
             "alignment": config.alignment_weight * alignment(output, power=config.alignment_power),

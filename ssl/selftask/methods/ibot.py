@@ -38,7 +38,8 @@ class IBOT(DINOv2):
 
     With ``attention_masks`` it is AttMask (arXiv:2203.12719).
 
-    Loss: ``DINO + w (-sum_k t_k log softmax(s/tau)_k)`` of hidden patches (eq. 2).
+    Loss: ``DINO + w (-sum_k t_k log softmax(s/tau)_k)`` of hidden patches, with the student's
+    scores s and the teacher's targets t (eq. 2).
 
     Published: ImageNet k-NN and linear top-1 of ViT-S/16 75.2 and 77.9, ViT-B/16 77.1 and 79.5
     (authors' README). AttMask: ViT-S/16 after 100 epochs 72.8 and 76.1 with hints, 72.5 and 75.7
@@ -68,7 +69,9 @@ class IBOT(DINOv2):
         tied_heads: bool = True
         """Whether images and patches share one head."""
         targets: Literal["sinkhorn", "centering"] = "centering"
-        """How the teacher's outputs become targets."""
+        """How the teacher's outputs become targets. sinkhorn: balanced over the batch of all ranks;
+        centering: a running mean is subtracted before the softmax.
+        """
         patch_teacher_temperature: float | dict[str, Any] = setting(
             {"name": "constant", "start": 0.07, "warmup": "30 epochs", "warmup_start": 0.04},
             of="schedules",
@@ -108,7 +111,7 @@ class IBOT(DINOv2):
     def mask_sampler(self, grid: tuple[int, int]) -> MaskSampler:
         """Return the sampler of masks: by attention, or of blocks.
 
-        A block has at least (min(grid) // 3) ** 2 patches, and at least one.
+        The smallest area of a block is (min(grid) // 3) ** 2 patches, and at least one.
         """
         if self.config.attention_masks:
             return AttentionMask(grid, hints=self.config.attention_masks == "hint")

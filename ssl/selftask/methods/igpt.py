@@ -34,7 +34,8 @@ class IGPT(ViewPixels):
     predicted from the start token. In deep networks, layers in the middle have the best features
     (``eval.layers``).
 
-    Loss: ``-log softmax(s_k)[color of k + 1]`` of pixels k.
+    Loss: ``-log softmax(s_k)[color of k + 1]`` of the scores s_k that are computed from pixels up
+    to k.
 
     Published: CIFAR-10 top-1 of iGPT-L 96.3 linear, 99.0 fine-tuned (paper, abstract).
 
@@ -62,7 +63,7 @@ class IGPT(ViewPixels):
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
-        """Raise UserError if patches attend to later ones."""
+        """Raise UserError unless the backbone is causal, as ``causal_vit`` is."""
         if not getattr(backbone, "causal", False):
             raise UserError(
                 f"backbone: patches of a {type(backbone).__name__} see those that igpt predicts; "
@@ -97,7 +98,10 @@ class IGPT(ViewPixels):
 
 
 class NextColorNetwork(Network):
-    """Causal backbone, and a head that predicts a patch's color from the previous token."""
+    """Causal backbone, and a head that predicts a patch's color from the previous token.
+
+    ``prediction`` of its output is (B, T, K). T is N, or N - 1 without a start token.
+    """
 
     def forward(self, views: Sequence[Tensor]) -> PatchOutput:  # type: ignore[override]
         (images,) = views

@@ -1,6 +1,7 @@
 """IIC: maximize the mutual information between the predicted classes of two views of an image.
 
-V: views, B: images per rank, S: heads, K: classes, which are unrelated to labels.
+V: views, B: images per rank, E: width of the backbone, S: heads, K: classes, which are unrelated to
+labels.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from selftask.registry import register_method
 class IIC(Method):
     """IIC (arXiv:1807.06653): maximizes the mutual information of the classes of two views.
 
-    Loss: ``-sum P_ij (ln P_ij - lambda ln P_i - lambda ln P_j)`` (eq. 3; lambda in the code).
+    Loss: ``-sum_ij P_ij (ln P_ij - lambda ln P_i - lambda ln P_j)`` of the joint distribution P of
+    the classes i and j of two views and its marginals; lambda is ``spread`` (eq. 3, where it is 1).
 
     Use it to get clusters of about equal size as outputs; results vary with the seed.
 

@@ -27,7 +27,8 @@ from selftask.registry import register_method
 class IJEPA(BlockPrediction, MaskedPatches, EMATeacher):
     """I-JEPA (arXiv:2301.08243): predicts features of hidden blocks of an image from the rest.
 
-    Loss: ``smooth L1(predicted, sg t)`` of the patches of hidden blocks.
+    Loss: ``smooth_l1(p, t)`` of the patches of hidden blocks, with predictions p and the teacher's
+    normalized features t.
 
     Use it for transformers, without color augmentation, in long runs.
 

@@ -27,7 +27,7 @@ from selftask.registry import register_method
 class Jigsaw(TilesPretext):
     """Jigsaw (arXiv:1603.09246): predicts in which order the tiles of an image are shown.
 
-    Loss: ``-log softmax(s)[permutation]`` of shuffled tiles.
+    Loss: ``-log softmax(s)[permutation]`` of the scores s for shuffled tiles.
 
     Use it as a baseline, or with images whose layout is the content.
 

@@ -29,8 +29,9 @@ NUM_GLOBAL = 2  # views whose mean is the center
 class LeJEPA(Projected):
     """LeJEPA (arXiv:2511.08544): views predict their mean; embeddings are spread like a Gaussian.
 
-    Loss: ``(1 - lambda) mean |center - z_v|^2 + lambda SIGReg``, the distance of random projections
-    from a Gaussian by their characteristic functions.
+    Loss: ``(1 - lambda) mean (c - z_v)^2 + lambda SIGReg`` of the embeddings z_v of views v and
+    their center c, the mean over the global views. SIGReg measures the distance of random
+    projections from a Gaussian by their characteristic functions.
 
     Published: Imagenette linear top-1 of ViT-S/8 90.7 after 800 epochs (authors' MINIMAL.md).
 
@@ -65,11 +66,11 @@ class LeJEPA(Projected):
         num_slices: int = setting(1024, min=1, tiny=8)
         """Number of random directions on which the distribution is tested, M; new in each step."""
         num_points: int = setting(17, min=2)
-        """Number of points of the integral, T."""
+        """Number of points of the integral from 0 to its limit, T."""
         integral_limit: float = setting(3.0, above=0)
         """Limit of the integral, which is taken from minus this number to this number."""
         center: Literal["global", "all"] = "global"
-        """Views whose mean is predicted: the two global ones, as in the paper, or all."""
+        """Views whose mean is predicted. global: the first two, as in the paper; all: all views."""
 
     def on_forward(self, task: Task) -> None:
         """Draw ``batch["slices"]``, (D, M) unit vectors, the same on all ranks."""

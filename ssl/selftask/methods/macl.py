@@ -1,4 +1,4 @@
-"""MACL: SimCLR whose temperature follows the agreement of views, and whose gradients do not shrink.
+"""MACL: SimCLR with weighted positives, and a temperature that follows the agreement of views.
 
 B: images per rank, D: width of the head.
 """
@@ -26,7 +26,7 @@ class MACL(BatchContrast):
     """MACL (arXiv:2207.07874): SimCLR with a temperature that rises as the views agree.
 
     Loss: ``-w log softmax(cos/tau)`` with ``tau = tau0 (1 + alpha (A - A0))`` of the mean agreement
-    A, and weights ``w = 1 / (1 - P)``, both without gradient.
+    A, and weights ``w = 1 / (1 - P)`` of the softmax P of a positive; tau and w have no gradient.
 
     Use it in place of ``simclr`` if its temperature is hard to choose.
 

@@ -33,7 +33,8 @@ class MAE(KeptPatches, ViewPixels):
     With ``low_pass`` it is PixMIM (arXiv:2303.02416), with ``uniformity_weight`` U-MAE
     (arXiv:2210.08344).
 
-    Loss: ``mean (x - x')^2`` of hidden patches, standardized.
+    Loss: ``mean (x - x')^2`` of the standardized pixels x of hidden patches and their predictions
+    x'.
 
     Published: ImageNet fine-tuned top-1 after 300 epochs of ViT-B 82.9, after 1600 83.6 (as quoted
     by CMAE's README).
@@ -58,14 +59,14 @@ class MAE(KeptPatches, ViewPixels):
     @dataclass(frozen=True, kw_only=True)
     class Config(KeptPatches.Config):
         normalize_pixels: bool = True
-        """Whether each target patch is normalized to mean 0 and variance 1, table 1d."""
+        """Whether each target patch is normalized to mean 0 and variance 1 (table 1d)."""
         low_pass: int = setting(0, min=0)
         """Limit of the frequencies of the targets, in periods per image (PixMIM: 40 for 224
         pixels); 0: all frequencies.
         """
         uniformity_weight: float = setting(0.0, min=0)
-        """Weight of U-MAE's term, the mean squared cosine of the features of all pairs of images;
-        0.01 in its paper. This term is ``"gathered"``, unlike the others (``loss_reduction``).
+        """Weight of U-MAE's term, the mean squared cosine of the features of all pairs of images of
+        all ranks; 0.01 in its paper.
         """
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
@@ -133,7 +134,7 @@ class MAE(KeptPatches, ViewPixels):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of the mean of each patch, which is its variance: 1, with ``normalize_pixels``.
+        """Loss of predicting the mean of each patch, its variance: 1, with ``normalize_pixels``.
 
         None without it, or with ``uniformity_weight``.
         """

@@ -29,7 +29,7 @@ from selftask.registry import register_method
 class MaskFeat(BlockMaskedPatches):
     """MaskFeat (arXiv:2112.09133): predicts histograms of oriented gradients of hidden patches.
 
-    Loss: ``mean (h - h')^2`` of the histograms of hidden patches.
+    Loss: ``mean (h - h')^2`` of the histograms h of hidden patches and their predictions h'.
 
     Published: ImageNet fine-tuned top-1 of ViT-B 84.0, ViT-L 85.7 (authors' README).
 
@@ -81,7 +81,10 @@ class MaskFeat(BlockMaskedPatches):
         batch["targets"] = gather_tokens(patches, batch["hidden"][0])
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the mean squared error of predictions (B, H, D)."""
+        """Return the mean squared error of ``output.prediction`` (B, H, D).
+
+        It is a mean over the hidden patches of an image, then over images.
+        """
         errors = (to_float32(output.prediction) - batch["targets"]).square().mean(dim=2)
         return mean_of_hidden(errors, batch["hidden"][1])
 

@@ -26,8 +26,9 @@ from selftask.registry import register_method
 class MEC(ProjectorTeacher):
     """MEC (arXiv:2210.11464): maximizes the coding length that two views of the images share.
 
-    Loss: ``-tr(C - C^2/2 + C^3/3 - C^4/4) / (lambda N)`` with ``C = lambda P Z'``, the series of
-    ``ln det(I + C)``.
+    Loss: ``-tr(C - C^2/2 + C^3/3 - C^4/4) / (lambda N)``, the series of ``ln det(I + C)``, with
+    ``C = lambda P Z'`` of the predictions P and the teacher's projections Z of N images; lambda is
+    given by ``distortion`` and ``expansion``.
 
     Published: ImageNet linear top-1 of ResNet-50 70.8 after 100 epochs (authors' README).
 
@@ -52,13 +53,15 @@ class MEC(ProjectorTeacher):
         predictor_dim: int = setting(512, min=1, tiny=8)
         """Width of the predictor's hidden layer."""
         distortion: float = setting(64.0, above=0)
-        """Distortion of the code, epsilon; lambda is D / (N * epsilon)."""
+        """Distortion of the code, epsilon; lambda is ``out_dim`` / (batch size * epsilon)."""
         expansion: Schedule = setting(
             {"name": "constant", "start": 1.0, "warmup": "10 epochs", "warmup_start": 8.0},
             of="schedules",
             above=0,
         )
-        """Factor of 1 / lambda; larger values at first keep the series from diverging."""
+        """Factor of 1 / lambda, see ``distortion``; larger values at first keep the series from
+        diverging.
+        """
         order: int = setting(4, min=1)
         """Order of the Taylor series of the logarithm."""
 
@@ -94,10 +97,10 @@ class MEC(ProjectorTeacher):
 def mec_loss(
     prediction: Tensor, target: Tensor, *, distortion: float, expansion: float, order: int
 ) -> Tensor:
-    """Return minus the trace of log(I + C), scaled by 1 / (lambda * N), a mean over views.
+    """Return minus the trace of log(I + C), a Taylor series, times 1 / (lambda * N).
 
-    Eq. 5 and 6, C = target @ prediction.T * lambda for rows of unit length. Every rank computes the
-    value for all images.
+    Eq. 5 and 6, with C = target @ prediction.T * lambda for rows of unit length; a mean over views.
+    Every rank computes the value for all N images.
 
     Args:
         prediction: (2, B, D), not necessarily normalized.

@@ -30,7 +30,8 @@ from selftask.registry import register_method
 class MFM(ViewPixels):
     """MFM (arXiv:2206.07706): predicts the frequencies that were removed from an image.
 
-    Loss: ``|F(x) - F(x')|`` of the frequencies F that were removed (eq. 4).
+    Loss: ``|F(x) - F(x')|`` of the Fourier transforms F of an image x and its prediction x', at the
+    frequencies that were removed (eq. 4).
 
     Published: ImageNet fine-tuned top-1 after 300 epochs of ViT-B 83.1, ResNet-50 80.1 (authors'
     README).
@@ -51,9 +52,7 @@ class MFM(ViewPixels):
         radius: int = setting(16, min=1, tiny=4)
         """Limit of the low frequencies, in periods per image."""
         low_share: float = setting(0.5, min=0, max=1)
-        """Share of the images whose low frequencies are kept; for the others, the high frequencies
-        are kept.
-        """
+        """Probability that an image keeps its low frequencies; otherwise it keeps the high ones."""
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:

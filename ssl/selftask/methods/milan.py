@@ -36,7 +36,7 @@ class MILAN(KeptPatches):
     of the whole image are predicted: the features of its class token, of kept and of masked
     patches.
 
-    Loss: ``2 - 2 cos(p, sg t)``.
+    Loss: ``2 - 2 cos(p, t)`` of the predictions p and the teacher's features t.
 
     Published: ImageNet top-1 of ViT-B 85.4 fine-tuned (paper); 85.3, and 78.9 linear (mmselfsup).
 
@@ -63,7 +63,9 @@ class MILAN(KeptPatches):
         A backbone that ``init`` loads keeps its weights.
 
         Raises:
-            UserError: If the teacher has no patches, class token or attention weights.
+            UserError: If the teacher does not exist, or has no patches, class token or attention
+                weights; if ``mask_ratio`` keeps none or all of the patches; or if a backbone that
+                is not loaded has no positions.
         """
         grid = adapter_of(backbone).built_grid
         self.num_kept(grid)
@@ -123,7 +125,10 @@ def sampled_order(draws: Tensor, weights: Tensor) -> Tensor:
 
 
 class PromptingNetwork(Network):
-    """Encoder of the kept patches, and a decoder for class token, kept and masked patches."""
+    """Encoder of the kept patches, and a decoder for class token, kept and masked patches.
+
+    ``prediction`` of its output is (B, 1 + N, D).
+    """
 
     def forward(self, inputs: tuple[Tensor, Kept]) -> PatchOutput:  # type: ignore[override]
         images, mask = inputs

@@ -37,8 +37,8 @@ class MixMIM(KeptPatches):
     whole backbone, even a hierarchical one, processes only real patches. The patches of each image
     attend only to one another. The later title of the paper is MixMAE.
 
-    Loss: ``mean (x - x')^2`` of the standardized squares of each image that are missing in the
-    mixed image.
+    Loss: ``mean (x - x')^2`` of the standardized squares x of each image that are missing in the
+    mixed image, and their predictions x'.
 
     Published: ImageNet fine-tuned top-1 after 600 epochs of Swin-B 85.1, Swin-L 85.9 (authors'
     README).
@@ -73,7 +73,9 @@ class MixMIM(KeptPatches):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build backbone and decoder, initialized as in MAE; a loaded backbone keeps its weights.
 
-        Raises UserError if a rank has an odd number of images.
+        Raises:
+            UserError: If a rank has an odd number of images, if images cannot be divided into
+                squares, or if ``mask_ratio`` fills none or all of them.
         """
         if task.length.batch_size // world_size() % 2:
             raise UserError(
@@ -143,7 +145,7 @@ class MixMIM(KeptPatches):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of the mean of each square, its variance: 1, with ``normalize_pixels``.
+        """Loss of predicting the mean of each square, its variance: 1, with ``normalize_pixels``.
 
         None without it.
         """

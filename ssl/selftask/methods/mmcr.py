@@ -80,7 +80,10 @@ class MMCR(Projected):
             task.last_batch["teacher"] = self.teacher(task.last_batch.input)  # (V, B, D)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of eq. 3 for ``output`` (V, B, D); no local term if its weight is 0."""
+        """Return the weighted terms of eq. 3 for ``output`` (V, B, D).
+
+        There is no ``local_norm`` if ``local_weight`` is 0.
+        """
         terms = {"global_norm": -global_norm(output, batch.added.get("teacher"))}
         if self.config.local_weight:
             terms["local_norm"] = self.config.local_weight * local_norm(output)

@@ -4,7 +4,7 @@ v1 is He et al., Momentum Contrast for Unsupervised Visual Representation Learni
 arXiv:1911.05722. Equation and section numbers refer to v1.
 
 B: images per rank, W: ranks, V: queries per image (1, or 2 if symmetric), D: width of the head,
-K: length of the queue.
+K: length of the queue, M: mixed negatives of a query.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class MoCo(MomentumContrast, EMATeacher):
     ``consistency_weight`` adds the term of CO2 (arXiv:2010.02217), ``mix_pairs`` and
     ``mix_queries`` the mixed negatives of MoCHi (arXiv:2010.01028).
 
-    Loss: ``-log exp(q.k/tau) / (exp(q.k/tau) + sum_n exp(q.n/tau))`` over the queue n (eq. 1).
+    Loss: ``-log exp(q.k/tau) / (exp(q.k/tau) + sum_n exp(q.n/tau))`` of a query q and its key k,
+    over the entries n of the queue (eq. 1).
 
     Published: ImageNet linear top-1 of ResNet-50 67.5 after 200 epochs, 71.1 after 800 (authors'
     README).

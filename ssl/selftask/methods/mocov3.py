@@ -27,7 +27,8 @@ from selftask.registry import register_method
 class MoCoV3(ProjectorTeacher):
     """MoCo v3 (arXiv:2104.02057): recognizes a teacher's output for the other view in the batch.
 
-    Loss: ``2 tau CE(q1.k2/tau)``, and the same with the views exchanged (algorithm 1).
+    Loss: ``2 tau CE(q1.k2/tau)`` of the predictions q1 for one view and the teacher's outputs k2
+    for the other views of the batch, and the same with the views exchanged (algorithm 1).
 
     Published: ImageNet linear top-1 of ResNet-50 72.8 after 300 epochs, 74.6 after 1000 (authors'
     README).
@@ -66,7 +67,9 @@ class MoCoV3(ProjectorTeacher):
         makes training more stable (section 4.2).
         """
         fixed_positions: bool = False
-        """Whether a vision transformer has fixed sine-cosine positions, as in the paper."""
+        """Whether a vision transformer has fixed sine-cosine positions, as in the paper; one that
+        ``init`` loads keeps its own.
+        """
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         if self.config.fixed_positions and task.config.init.backbone is None:

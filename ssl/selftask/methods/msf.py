@@ -28,7 +28,8 @@ class MSF(ProjectorTeacher):
 
     The teacher sees the first view, which may be weakly augmented, and the network the second.
 
-    Loss: ``mean_n (2 - 2 cos(p, n))`` over the nearest neighbors n of the teacher's output (eq. 1).
+    Loss: ``mean_n (2 - 2 cos(p, n))`` of the prediction p, over the nearest neighbors n of the
+    teacher's output (eq. 1).
 
     Published: ImageNet linear top-1 of ResNet-50 72.4 after 200 epochs (authors' README).
 

@@ -51,7 +51,8 @@ class MSN(PrototypeLayer, EMATeacher):
 
     ``power`` above 0 gives PMSN (arXiv:2210.07277), whose cluster sizes follow a power law.
 
-    Loss: ``CE(sharpened t, s) - lambda H(mean s)`` (eq. 2).
+    Loss: ``CE(t, s) - lambda H(mean s)`` of the probabilities s of prototypes for masked views and
+    the teacher's sharpened probabilities t; CE is the cross-entropy and H the entropy (eq. 2).
 
     Use it for transformers that are later trained on few labels.
 
@@ -153,7 +154,10 @@ class MSN(PrototypeLayer, EMATeacher):
         batch.input = (views[:count], self.drawn(batch, task), views[count:])
 
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["targets"]`` (B, K) from the teacher's features of the first view."""
+        """Compute ``batch["targets"]`` (B, K) from the teacher's features of the first view.
+
+        Their entropy is logged as ``target_entropy``.
+        """
         batch = task.last_batch
         (features,) = self.teacher((batch.all_views[:1], None, [])).prediction  # (B, D)
         batch["targets"] = self.targets(features)

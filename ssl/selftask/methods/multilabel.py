@@ -26,7 +26,7 @@ from selftask.registry import register_method
 class Multilabel(Classification):
     """Classification with several labels per image: binary cross-entropy.
 
-    Loss: ``-y ln sigmoid(s) - (1 - y) ln sigmoid(-s)`` of known labels.
+    Loss: ``-y ln sigmoid(s) - (1 - y) ln sigmoid(-s)`` of scores s and known labels y.
 
     Use it as a supervised reference if images have several labels each.
     """

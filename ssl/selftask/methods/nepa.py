@@ -26,7 +26,8 @@ class NEPA(Method):
     Patches are projected to embeddings, and the transformer, in which each patch attends to itself
     and to earlier patches, predicts the next embedding.
 
-    Loss: ``-cos(f(z_1 ... z_k), sg(z_{k+1}))`` of embeddings z.
+    Loss: ``-cos(f(z_1 ... z_k), z_{k+1})`` of embeddings z and the network f; the target z_{k+1}
+    has no gradient.
 
     Published: ImageNet top-1 after fine-tuning of ViT-B 83.8, ViT-L 85.3 (paper, abstract).
 

@@ -26,7 +26,8 @@ from selftask.registry import register_method
 class NNCLR(NeighborTargets):
     """NNCLR (arXiv:2104.14548): contrasts a view with a neighbor of the other view in a queue.
 
-    Loss: ``CE(nn(z1).p2/tau)``, and the same with the views exchanged (eq. 3).
+    Loss: ``CE(nn(z1).p2/tau)`` of the neighbor nn(z1) of one view's projection and the predictions
+    p2 for the other views of the batch, averaged over both directions (eq. 3).
 
     Use it in place of ``simclr`` if augmentations vary too little.
 

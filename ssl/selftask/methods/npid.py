@@ -29,7 +29,8 @@ from selftask.registry import register_method
 class NPID(MemoryContrast):
     """NPID (arXiv:1805.01978): recognizes each image among features of all images.
 
-    Loss: ``NCE`` of ``exp(z.m_i/tau) / Z`` with the image's entry m_i and noise (eq. 7).
+    Loss: ``NCE`` of ``exp(z.m_i/tau) / Z`` with the features z of image i, its entry m_i in the
+    memory, and noise (eq. 7).
 
     Published: ImageNet linear top-1 of ResNet-50 58.5 with the updated code (authors' README).
 
@@ -94,7 +95,7 @@ class NPID(MemoryContrast):
     @property
     def chance_loss(self) -> float:
         """Loss of equal similarities: ln(1 + K) + K ln(1 + 1/K) for NCE with K ``num_negatives``;
-        for ``loss: softmax`` ln(images).
+        ln(1 + K) for ``info_nce``; ln(images) for ``softmax``.
 
         2 * ``proximal_weight`` is added, for orthogonal unit vectors.
         """

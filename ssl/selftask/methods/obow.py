@@ -38,7 +38,8 @@ class OBoW(EMATeacher):
     A teacher describes the first view as a bag of words, which the student predicts from each of
     the other views. The words are the teacher's features of the latest images.
 
-    Loss: ``KL(bag || softmax(kappa s.g(words)))``, mean over levels, with an MLP g.
+    Loss: ``KL(bag || softmax(kappa s.g(words)))`` of the student's features s and an MLP g, mean
+    over levels.
 
     Use it for convolutional networks, with small crops as the student's views.
     """
@@ -64,7 +65,7 @@ class OBoW(EMATeacher):
         it and divided by the running mean of the smallest ones.
         """
         kappa: float = setting(8.0, above=0)
-        """Factor of the scores."""
+        """Factor of the scores of words, an inverse temperature."""
 
     distances: Tensor
 
@@ -104,7 +105,10 @@ class OBoW(EMATeacher):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["bags"]``, (B, K) of each level; collect new words and distances."""
+        """Compute ``batch["bags"]``, (B, K) of each level.
+
+        In training, also collect new words and distances for ``on_update``.
+        """
         batch = task.last_batch
         hidden = self.teacher(batch.all_views[0], layers=self.layers).hidden
         cells = [inner_cells(to_float32(hidden[number].map)) for number in self.layers]

@@ -32,8 +32,8 @@ _CLUSTERING = 0x6F6463  # "odc": separates these draws from others of the same s
 class ODC(ClusteredImages):
     """ODC (arXiv:2006.10645): DeepCluster whose clusters change with each step.
 
-    Loss: ``-w log softmax(W z + b)[cluster]``, divided by the mean of w over the batch; w is the
-    inverse root of the size of the cluster.
+    Loss: ``-w log softmax(W z + b)[cluster]`` of features z, with a classifier (W, b), divided by
+    the mean of w over the batch; w is the inverse root of the size of the cluster.
 
     Published: ImageNet linear top-1 of ResNet-50 after 440 epochs: 57.7 on feature maps of the last
     stage, 53.4 on pooled features (OpenSelfSup's model zoo).
@@ -106,7 +106,10 @@ class ODC(ClusteredImages):
         self.register_buffer("labels", torch.full((num_images,), NO_CLUSTER))
 
     def on_phase_start(self, task: Task) -> None:
-        """Replace small clusters at the start of an epoch; before the first one, make clusters."""
+        """Replace small clusters at the start of an epoch, and log the share of the largest one.
+
+        Before the first epoch, fill the memory and make the clusters.
+        """
         clock = task.clock
         if not task.train or clock.batch_in_epoch != 0:
             return
@@ -155,7 +158,11 @@ class ODC(ClusteredImages):
 
     @in_full_precision
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the weighted cross-entropy of the classifier for ``output`` (1, B, D)."""
+        """Return the weighted cross-entropy of the classifier for ``output`` (1, B, D).
+
+        The weight of an image is the inverse root of the size of its cluster, divided by the mean
+        over all ranks; it is 0 without a cluster.
+        """
         labels = self.labels[batch.index]
         losses = F.cross_entropy(self.classifier(output[0]), labels, reduction="none")  # (B,)
         sizes = self.sizes[labels.clamp(min=0)].clamp(min=1).to(losses.dtype)

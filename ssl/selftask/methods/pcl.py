@@ -29,7 +29,7 @@ from selftask.models.precision import in_full_precision
 from selftask.random.splitmix import hash_words
 from selftask.registry import register_method
 
-NO_CLUSTER = -100  # of images that were not read in the last epochs; cross_entropy ignores it
+NO_CLUSTER = -100  # of images that were not read yet; cross_entropy ignores it
 SMOOTHING = 10  # alpha of eq. 12: small clusters are not taken for dense ones
 _CLUSTERING = 0x70636C6B  # "pclk": separates these draws from others of the same seed
 
@@ -38,7 +38,8 @@ _CLUSTERING = 0x70636C6B  # "pclk": separates these draws from others of the sam
 class PCL(MomentumContrast, EMATeacher):
     """PCL (arXiv:2005.04966): MoCo that also recognizes the clusters of an image.
 
-    Loss: ``InfoNCE - mean_h ln softmax(q.c/phi)[cluster]`` (eq. 11).
+    Loss: ``InfoNCE - mean_h ln softmax(q.c/phi)[cluster]`` of a query q, with the centers c and
+    densities phi of the clusters of each clustering h (eq. 11).
 
     Published: ImageNet linear top-1 of ResNet-50 67.6 after 200 epochs, version 2 (authors'
     README).

@@ -52,8 +52,8 @@ class PIRL(MemoryContrast):
     @dataclass(frozen=True, kw_only=True)
     class Config(MemoryContrast.Config):
         loss: Literal["nce", "info_nce"] = "info_nce"
-        """How the image is distinguished from its negatives: by noise-contrastive estimation, as in
-        the paper, or by a softmax.
+        """How the image is distinguished from its negatives. nce: by noise-contrastive estimation,
+        as in the paper; info_nce: by a softmax.
         """
         num_negatives: int = setting(32000, min=1, tiny=16)
         """Number of negatives drawn from the memory bank, K."""
@@ -65,7 +65,10 @@ class PIRL(MemoryContrast):
         return TilesNetwork(backbone, embed_dim(backbone), num_tiles, self.config.out_dim)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw the order of each image's tiles, and ``batch["negatives"]`` (B, K)."""
+        """Draw the order of each image's tiles, and ``batch["negatives"]`` (B, K).
+
+        The input is the list of image and tiles, and the order (B, T).
+        """
         tiles = batch.views["tiles"]
         order = self.draw_negatives(batch, task, others=len(tiles)).argsort(dim=1, stable=True)
         batch.input = (batch.views["image"] + tiles, order)  # order (B, T)

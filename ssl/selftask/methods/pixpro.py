@@ -28,8 +28,8 @@ from selftask.registry import register_method
 class PixPro(EMATeacher):
     """PixPro (arXiv:2011.10043): BYOL for cells of feature maps that show the same point.
 
-    Loss: ``-2 mean cos(y, sg t)`` over pairs of cells close to each other in the image, in both
-    directions.
+    Loss: ``-2 mean cos(y, t)`` of predicted cells y of one view and the teacher's cells t of the
+    other, over pairs of cells close to each other in the image, in both directions.
 
     Published: ImageNet linear top-1 of ResNet-50 55.1 after 400 epochs; detection on VOC 60.2 AP
     (paper).
@@ -99,7 +99,10 @@ class PixPro(EMATeacher):
 
 
 class CellNetwork(Network):
-    """Network from two views to outputs of their cells, (2, B, N, D), with one view per pass."""
+    """Backbone, and a head for the cells of two views; each view has its own pass.
+
+    ``prediction`` of its output is (2, B, N, D), and ``features`` is a list with an item per view.
+    """
 
     def forward(self, views: Sequence[Tensor]) -> PatchOutput:  # type: ignore[override]
         of_views = [self.extract(view) for view in views]

@@ -23,7 +23,7 @@ CENTER = 4  # index of the center among 3 x 3 tiles, row by row
 class RelativeLocation(TilesPretext):
     """Context prediction (arXiv:1505.05192): predicts where a tile lies relative to the center.
 
-    Loss: ``-log softmax(s)[neighbor]``, one of eight.
+    Loss: ``-log softmax(s)[neighbor]`` of the scores s of the eight neighbors.
 
     Use it as a baseline.
 

@@ -26,8 +26,9 @@ class ReSSL(MomentumContrast, EMATeacher):
 
     The teacher sees the first view, the weak one; the network sees all others.
 
-    Loss: ``-sum_i p_i log q_i`` with ``p = softmax(t.Q/tau_t)`` and ``q = softmax(s.Q/tau)`` (eq.
-    7).
+    Loss: ``-sum_i p_i log q_i`` with ``p = softmax(t.Q/tau_t)`` and ``q = softmax(s.Q/tau_s)`` of
+    the teacher's features t of the weak view, the network's features s of a strong view, and the
+    queue Q (eq. 7).
 
     Published: ImageNet linear top-1 of ResNet-50 69.9 after 200 epochs with one strong view, 74.7
     with five (authors' README).

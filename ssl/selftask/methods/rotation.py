@@ -22,7 +22,7 @@ from selftask.registry import register_method
 class Rotation(Pretext):
     """RotNet (arXiv:1803.07728): predicts by which multiple of 90 degrees an image is rotated.
 
-    Loss: ``-log softmax(s)[rotation]``, one of four.
+    Loss: ``-log softmax(s)[rotation]`` of the scores s of the four rotations.
 
     Use it as a cheap baseline; not for images without an upright direction.
     """

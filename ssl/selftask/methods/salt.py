@@ -27,7 +27,8 @@ class SALT(BlockPrediction, MaskedPatches):
     The teacher, a network of any size, is first trained to reconstruct masked pixels, for instance
     by a run of ``mae``: ``method.teacher=RUN``.
 
-    Loss: ``|p - LN(t)|`` of the patches of hidden blocks.
+    Loss: ``|p - LN(t)|`` of the patches of hidden blocks, with predictions p and the teacher's
+    features t, normalized over features (LN).
 
     Use it in place of ``ijepa`` if a trained teacher exists: its targets do not change, so that
     losses of different steps, runs and network sizes can be compared.
@@ -48,7 +49,12 @@ class SALT(BlockPrediction, MaskedPatches):
         """Backbone whose features of patches are predicted."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Open the teacher, and build a network whose predictor has the teacher's width."""
+        """Open the teacher, and build a network whose predictor has the teacher's width.
+
+        Raises:
+            UserError: If the teacher does not exist or has no patches, or if the method cannot
+                train the backbone.
+        """
         trained = self.open_trained("teacher", task)
         self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")
         options = self.network_options(backbone)

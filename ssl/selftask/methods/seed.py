@@ -25,8 +25,8 @@ from selftask.registry import register_method
 class SEED(QueueDistillation):
     """SEED (arXiv:2101.04731): a student learns a teacher's similarities to older images.
 
-    Loss: ``-sum_i p_i log q_i`` with similarities to the teacher's own output and to the queue (eq.
-    4).
+    Loss: ``-sum_i p_i log q_i`` of softmaxes p and q of the teacher's and the student's
+    similarities to the teacher's features of the same image and of the images in the queue (eq. 4).
 
     Published: ImageNet linear top-1 from 42.2 to 67.6 for EfficientNet-B0, from 36.3 to 68.2 for
     MobileNetV3-L (authors' README).

@@ -1,6 +1,7 @@
 """SeLa: label all images by optimal transport, learn these labels, and repeat.
 
-V: views, B: images per rank, W: ranks; N: images of the data set; H: heads, K: labels of a head.
+V: views, B: images per rank, W: ranks; N: images of the data set; E: width of the backbone, H:
+heads, K: labels of a head.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _COMPARED_EVERY = 10  # iterations
 class SeLa(Method):
     """SeLa (arXiv:1911.05371): predicts cluster labels that are balanced over all images.
 
-    Loss: ``-log softmax(s)[label]``, mean over heads; the labels minimize the same loss under the
-    constraint that all labels occur equally often (eq. 3).
+    Loss: ``-log softmax(s)[label]`` of scores s, mean over heads; the labels minimize the same loss
+    under the constraint that all labels occur equally often (eq. 3).
 
     Published: ImageNet linear top-1 of ResNet-50 61.5 with ten heads of 3,000 labels (authors'
     README).
@@ -57,8 +58,8 @@ class SeLa(Method):
         num_labels: int = setting(3000, min=2, tiny=4)
         """Number of labels of a head, K."""
         num_heads: int = setting(10, min=1, tiny=2)
-        """Number of heads, H, each with its own labels. A renewal takes 8 H K bytes for each
-        image of a rank.
+        """Number of heads, H, each with its own labels. A renewal takes 8 * ``num_heads`` *
+        ``num_labels`` bytes for each image of a rank.
         """
         sharpness: float = setting(25.0, above=0)
         """Exponent of the probabilities, lambda; with larger values, labels are closer to the
@@ -76,6 +77,7 @@ class SeLa(Method):
 
     def setup(self, task: Task) -> None:
         """Allocate the labels. Raise UserError if there are fewer images than labels."""
+        super().setup(task)
         config, num_images = self.config, task.data_module.num_images
         if config.num_labels > num_images:
             raise UserError(
@@ -86,7 +88,10 @@ class SeLa(Method):
         self.renewals = renewal_epochs(config.num_renewals, task.length.num_epochs)
 
     def on_phase_start(self, task: Task) -> None:
-        """Renew the labels in the epochs of ``renewals``, unless the run was resumed within one."""
+        """Renew the labels before the epochs in ``renewals``, and log the share that has changed.
+
+        Nothing is renewed if the run is resumed within an epoch.
+        """
         clock = task.clock
         if task.train and clock.batch_in_epoch == 0 and clock.epoch in self.renewals:
             before = self.labels.clone()
@@ -118,12 +123,11 @@ class SeLa(Method):
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return the cross-entropy of views (V, B, H, K) with their labels, averaged.
 
-        Images without labels do not count; if no image of this rank has one, the loss is 0.
+        The loss of images without labels is 0.
         """
         labels = self.labels[:, batch.index].T.expand(len(output), -1, -1)  # (V, B, H)
         scores = to_float32(output).flatten(0, 2)
-        losses = F.cross_entropy(scores, labels.flatten(), reduction="none")
-        return losses.sum() / (labels != NO_LABEL).sum().clamp(min=1)
+        return F.cross_entropy(scores, labels.flatten(), reduction="none").mean()
 
     @property
     def chance_loss(self) -> float:

@@ -28,7 +28,7 @@ from selftask.registry import register_method
 class ShuffledDBN(Method):
     """Shuffled-DBN (arXiv:2105.00470): two views agree after whitening random groups of features.
 
-    Loss: ``2 - 2 cos(w1, w2)`` of features whitened in random groups.
+    Loss: ``2 - 2 cos(w1, w2)`` of the features w1 and w2 of two views, whitened in random groups.
 
     Use it if no teacher, predictor or negatives are wanted.
 
@@ -75,7 +75,7 @@ class ShuffledDBN(Method):
     def on_forward(self, task: Task) -> None:
         """Set ``batch["order"]``, an order (D,) of the features, the same on all ranks.
 
-        It is drawn with ``shuffle``, else that of the output.
+        With ``shuffle`` it is drawn anew in each step; otherwise it is the order of the output.
         """
         batch, dim = task.last_batch, self.config.out_dim
         batch["order"] = torch.arange(dim, device=task.device)

@@ -28,7 +28,8 @@ from selftask.registry import register_method
 class SigLIP(CLIP):
     """SigLIP (arXiv:2303.15343): decides for each image and each caption whether they match.
 
-    Loss: ``-mean_i sum_j ln sigmoid(y_ij (t x_i.y_j + b))`` (algorithm 1).
+    Loss: ``-mean_i sum_j ln sigmoid(z_ij (t x_i.y_j + b))`` of images x_i and captions y_j; z_ij is
+    1 if they match, else -1, and t and b are learned (algorithm 1).
 
     Use it in place of ``clip`` for batches of any size.
 
@@ -81,9 +82,9 @@ class SigLIP(CLIP):
 
 @in_full_precision
 def judge_pairs(images: Tensor, captions: Tensor, log_scale: Tensor, bias: Tensor) -> Tensor:
-    """Return -log sigmoid(y (t cos + b)), summed over all ranks' captions and averaged over images.
+    """Return -ln sigmoid(z (t cos + b)), summed over all ranks' captions and averaged over images.
 
-    y is 1 for an image and its caption, else -1. Captions are taken rank by rank, and their logits
+    z is 1 for an image and its caption, else -1. Captions are taken rank by rank, and their logits
     (B, B) are recomputed in the backward pass, so that no (B, B * W) matrix is kept.
 
     Args:

@@ -28,7 +28,8 @@ class SimCLR(BatchContrast):
 
     ``consistency_weight`` adds the term of CO2 (arXiv:2010.02217).
 
-    Loss: ``-log exp(cos/tau) / sum exp(cos/tau)`` over all other views (eq. 1).
+    Loss: ``-log exp(cos/tau) / sum exp(cos/tau)`` of the cosine of a view with the other view of
+    its image, and of its cosines with all other views (eq. 1).
 
     Use it as the first run on new images: it is simple and robust, and best with large batches.
 

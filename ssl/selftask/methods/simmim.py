@@ -20,7 +20,7 @@ from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid
 from selftask.models.heads import pixel_decoder
-from selftask.models.masks import hide_patches, random_mask
+from selftask.models.masks import hide_patches, masked_mean, random_mask
 from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
 from selftask.registry import register_method
@@ -30,7 +30,7 @@ from selftask.registry import register_method
 class SimMIM(MaskedPatches):
     """SimMIM (arXiv:2111.09886): predicts the pixels of hidden squares with one linear layer.
 
-    Loss: ``mean |x - x'|`` of hidden patches.
+    Loss: ``mean |x - x'|`` of the pixels x of hidden patches and their predictions x'.
 
     Use it before fine-tuning Swin or another network that cannot skip patches.
 
@@ -104,8 +104,4 @@ def masked_l1(pixels: Tensor, images: Tensor, mask: Tensor) -> Tensor:
         images: (B, C, H, W).
         mask: (B, h, w) bool, True for masked patches.
     """
-    rows, columns = mask.shape[1:]
-    distance = (pixels - images).abs()
-    patches = distance.unflatten(3, (columns, -1)).unflatten(2, (rows, -1))  # (B, C, h, p, w, p)
-    of_patch = patches.mean(dim=(1, 3, 5))  # (B, h, w)
-    return (of_patch * mask).sum() / mask.sum()
+    return masked_mean((pixels - images).abs(), mask)

@@ -28,7 +28,8 @@ class SimSiam(NeighborTargets):
     the mean of the projections of the others. With ``queue_size`` it is NNSiam (NNCLR's paper,
     arXiv:2104.14548): projections are replaced by their nearest neighbors among earlier images.
 
-    Loss: ``-cos(p1, sg z2)``, and the same with the views exchanged, halved (eq. 2).
+    Loss: ``-cos(p1, z2)`` of the prediction p1 for one view and the projection z2 of the other,
+    which has no gradient, and the same with the views exchanged, halved (eq. 2).
 
     Use it on small machines: no teacher, no queue, small batches.
     """

@@ -33,7 +33,8 @@ _GROUPS = 0x736D6F67  # "smog": separates these draws from others of the same se
 class SMoG(ProjectorTeacher):
     """SMoG (arXiv:2207.06167): predicts the group of another view; groups move with each batch.
 
-    Loss: ``-log softmax(cos(p1, g) / tau)[group of t2]``, and the same with the views exchanged.
+    Loss: ``-log softmax(cos(p1, g) / tau)[group of t2]`` of the prediction p1 for one view, groups
+    g, and the teacher's output t2 for the other view, averaged over both directions.
 
     Published: ImageNet linear top-1 of ResNet-50 76.4 after 400 epochs with multi-crop (paper).
 
@@ -66,7 +67,7 @@ class SMoG(ProjectorTeacher):
         num_groups: int = setting(3000, min=2, tiny=6)
         """Number of groups, K."""
         group_momentum: float = setting(0.99, min=0, max=1)
-        """Momentum of the groups, beta."""
+        """Weight of the old groups at each step, beta."""
         temperature: float = setting(0.1, above=0)
         """Temperature of the softmax over groups."""
         cluster_every: int = setting(1, min=1)
@@ -165,8 +166,8 @@ def moved_groups(groups: Tensor, projection: Tensor, *, momentum: float) -> Tens
 
     Args:
         groups: (K, D).
-        projection: Projections of this rank, (N, D) unit vectors. Each is a member of its nearest
-            group.
+        projection: Projections of N views of this rank's images, (N, D) unit vectors. Each is a
+            member of its nearest group.
         momentum: Share of the old groups, beta.
     """
     nearest = nearest_group(projection, groups)

@@ -1,7 +1,7 @@
 """SparK: MAE for convolutional networks, with sparse convolutions and maps of all resolutions.
 
 B: images per rank, C: channels of an image, N = h * w: patches, K: visible patches, p: side of a
-patch, which is the total stride of the backbone.
+patch, which is the total stride of the backbone; E: width of a map.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from selftask.models.features.levels import levels_of
 from selftask.models.features.sparse import check_layers, see_visible_patches
 from selftask.models.features.tokens import Grid
 from selftask.models.features.unet_decoder import UNetDecoder
-from selftask.models.masks import hide_patches
+from selftask.models.masks import hide_patches, masked_mean, split_patches
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import to_float32
 from selftask.random.keyed import uniform
@@ -38,7 +38,8 @@ class SparK(MaskedPatches):
     Convolutions are dense, with zeros at hidden positions, as in the authors' code: the result
     equals that of sparse convolutions, without saving computation.
 
-    Loss: ``mean (x - x')^2`` of hidden patches, standardized.
+    Loss: ``mean (x - x')^2`` of the standardized pixels x of hidden patches and their predictions
+    x'.
 
     Use it before fine-tuning ResNet or ConvNeXt.
 
@@ -147,7 +148,7 @@ class SparK(MaskedPatches):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of the mean of each patch, which is its variance: 1, with ``normalize_pixels``.
+        """Loss of predicting the mean of each patch, its variance: 1, with ``normalize_pixels``.
 
         None without it.
         """
@@ -196,7 +197,7 @@ def standardize(images: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]
         Standardized images (B, C, H, W), and the mean and standard deviation of the patch of each
         pixel, (B, 1, H, W) each.
     """
-    patches = _patches(images, hidden)
+    patches = split_patches(images, hidden)
     variance, mean = torch.var_mean(patches, dim=(1, 3, 5), keepdim=True)
     deviation = (variance + 1e-6).sqrt()
     sides = patches.shape[3], patches.shape[5]
@@ -215,11 +216,4 @@ def masked_l2(predicted: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
         target: (B, C, H, W).
         hidden: (B, h, w) bool, the same number in each image.
     """
-    of_patch = _patches((predicted - target).square(), hidden).mean(dim=(1, 3, 5))  # (B, h, w)
-    return (of_patch * hidden).sum() / hidden.sum()
-
-
-def _patches(images: Tensor, hidden: Tensor) -> Tensor:
-    """Split images (B, C, H, W) into patches, (B, C, h, p, w, p)."""
-    rows, columns = hidden.shape[1:]
-    return images.unflatten(3, (columns, -1)).unflatten(2, (rows, -1))
+    return masked_mean((predicted - target).square(), hidden)

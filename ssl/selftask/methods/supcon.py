@@ -31,7 +31,8 @@ class SupCon(BatchContrast):
 
     An image without a label (-1) has its own other views as positives, as in SimCLR.
 
-    Loss: ``-mean_p ln softmax(z.z_p/tau)`` over the images p of the same class (eq. 2).
+    Loss: ``-mean_p ln softmax(z.z_p/tau)`` of a view z, over the views z_p of images of the same
+    class (eq. 2).
 
     Published: CIFAR-10 top-1 of ResNet-50 96.0, ImageNet 79.1 (authors' README).
 
@@ -53,8 +54,9 @@ class SupCon(BatchContrast):
         temperature: float = setting(0.1, above=0)
         """Temperature of the similarities, tau."""
         sum_positives: Literal["outside", "inside"] = "outside"
-        """Where the positives of a view are summed: outside the logarithm (eq. 2, L_out), or inside
-        (eq. 3), as in solo-learn, which does not multiply the loss by ``temperature`` / 0.07.
+        """Where the positives of a view are summed. outside: outside the logarithm (eq. 2, L_out);
+        the loss is multiplied by ``temperature`` / 0.07. inside: inside the logarithm (eq. 3), as
+        in solo-learn, without this factor.
         """
 
     def setup(self, task: Task) -> None:
@@ -74,9 +76,9 @@ class SupCon(BatchContrast):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of equal similarities: at least temperature / 0.07 * ln(views * batch - 1).
+        """Loss of equal similarities: ``temperature`` / 0.07 * ln(views * batch - 1).
 
-        None with ``sum_positives: inside``.
+        Less if some views have no positive. None with ``sum_positives: inside``.
         """
         if self.config.sum_positives == "inside":
             return None  # depends on the number of positives
@@ -87,7 +89,8 @@ class SupCon(BatchContrast):
 def supcon_loss(output: Tensor, labels: Tensor, *, temperature: float, inside: bool) -> Tensor:
     """Return -log softmax of the positives among all other views, averaged over this rank's views.
 
-    A view without a positive counts as 0.
+    The other views are those of all ranks; every rank must call this function. A view without a
+    positive counts as 0.
 
     Args:
         output: (V, B, D), not necessarily normalized.

@@ -27,7 +27,7 @@ class Supervised(Classification):
 
     With ``heads`` there are several classifiers; their weighted losses are the terms of the loss.
 
-    Loss: ``-ln softmax(s)[label]``, or any loss by name.
+    Loss: ``-ln softmax(s)[label]`` of scores s, or any loss by name.
 
     Use it as the supervised reference, and to fine-tune.
 

@@ -38,7 +38,8 @@ NUM_ASSIGNED = 2  # number of views whose assignments the others predict
 class SwAV(PrototypeLayer):
     """SwAV (arXiv:2006.09882): predicts the cluster of one view from another, with multi-crop.
 
-    Loss: ``-sum_k a_k log softmax(z.c/tau)_k`` with balanced assignments a of another view (eq. 6).
+    Loss: ``-sum_k a_k log softmax(z.c/tau)_k`` of the features z of a view and prototypes c, with
+    balanced assignments a of another view (eq. 6).
 
     Published: ImageNet linear top-1 of ResNet-50 72.1 after 100 epochs, 75.3 after 800 (authors'
     README).
@@ -68,7 +69,7 @@ class SwAV(PrototypeLayer):
         num_prototypes: int = setting(3000, min=1, tiny=12)
         """Number of prototypes, K."""
         epsilon: float = setting(0.05, above=0)
-        """Weight of the entropy in eq. 3."""
+        """Weight of the entropy in eq. 3; smaller values give harder assignments."""
         sinkhorn_iterations: int = setting(3, min=1)
         """Number of iterations of Sinkhorn-Knopp."""
         hard_assignments: int | str = setting(0, duration=True)
@@ -76,7 +77,7 @@ class SwAV(PrototypeLayer):
         queue_size: int = setting(0, min=0, tiny=lambda batch: 2 * batch)
         """Length of the queue, in images; L. The paper has 3840 for batches of 256. 0: no queue."""
         queue_start: int | str = setting("15 epochs", duration=True, tiny=1)
-        """Time from which the queue is used."""
+        """Training time before the queue is used."""
         freeze_prototypes: int | str = setting("1 epoch", duration=True)
         """Duration for which the prototypes are not trained."""
 

@@ -62,7 +62,7 @@ class TCN(Method):
         positive_radius: int = setting(1, min=1)
         """Largest distance of two close frames, in frames of the clip."""
         negative_radius: int = setting(2, min=1)
-        """Frames of the same clip are distant if they are farther apart than this."""
+        """Frames of the same clip are distant if they are farther apart than this, in frames."""
         other_clips: bool = False
         """Whether frames of other clips of the batch also count as distant; use it only if clips do
         not overlap.
@@ -80,6 +80,7 @@ class TCN(Method):
 
     def setup(self, task: Task) -> None:
         """Raise UserError if no frames of a clip are distant, unless other clips' frames are."""
+        super().setup(task)
         length, radius = num_views(task.config.views)["clip"], self.config.negative_radius
         if length <= radius + 1 and not self.config.other_clips:
             raise UserError(

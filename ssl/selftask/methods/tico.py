@@ -26,7 +26,8 @@ from selftask.registry import register_method
 class TiCo(EMATeacher):
     """TiCo (arXiv:2206.10698): matches an EMA teacher's output; features spread in all directions.
 
-    Loss: ``1 - cos(z, t) + rho z' C z`` with the running second moments C (eq. 6).
+    Loss: ``1 - cos(z, t) + rho z' C z`` of the unit vectors z of the network and t of the teacher,
+    with the running second moments C of z (eq. 6).
 
     Use it for small batches: the running covariance replaces a queue of other images.
 

@@ -26,7 +26,8 @@ NUM_LARGE = 2  # views, each compared with all later ones
 class TWIST(Method):
     """TWIST (arXiv:2110.07402): views get the same class, with confidence; all classes are used.
 
-    Loss: ``KL(p1, p2) + mean H(p) - H(mean p)`` (eq. 6).
+    Loss: ``KL(p1, p2) + mean H(p) - H(mean p)`` of the class distributions p1 and p2 of two views,
+    with a symmetric KL divergence, the entropy H, and means over images (eq. 6).
 
     Published: ImageNet linear top-1 of ResNet-50 72.6 after 800 epochs without multi-crop (authors'
     README).

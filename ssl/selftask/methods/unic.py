@@ -45,7 +45,8 @@ _TEST_VIT = FrozenModule(model="timm:test_vit", weights="none")
 class UNIC(Method):
     """UNIC (arXiv:2408.05088): a student learns the features of several frozen teachers at once.
 
-    Loss: ``(1 - cos(s, t))/2 + smooth L1(s, t)/2``, mean over teachers that are kept (eq. 5).
+    Loss: ``(1 - cos(s, t))/2 + smooth_l1(s, t)/2`` of the student's outputs s and the standardized
+    features t of a teacher, mean over teachers that are kept (eq. 5).
 
     Published: ImageNet top-1 of ViT-B/16 83.8 from four teachers (authors' README).
 

@@ -1,6 +1,7 @@
 """VIbCReg: VICReg with correlations in place of covariances, after a whitening layer.
 
-B: images per rank, N: images of all ranks, D: width of the projector.
+V: views, B: images per rank, N: images of all ranks, D: width of the projector; G: groups of
+features.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ ITER_NORM_MOMENTUM = 0.1  # share of a batch in the running averages, as in Batc
 class VIbCReg(VICReg):
     """VIbCReg (arXiv:2109.00783): VICReg on whitened features, with correlations, not covariances.
 
-    Loss: ``25 |z1 - z2|^2 / D + 25 hinge(std) + 200 sum_(i != j) R_ij^2 / D^2`` of the correlations
-    R, by default.
+    Loss: ``25 |z1 - z2|^2 / D + 25 mean max(0, 1 - std) + 200 sum_(i != j) R_ij^2 / D^2`` by
+    default, of the whitened features z1 and z2 of two views, and their standard deviations and
+    correlations R over images.
 
     Use it in place of ``vicreg`` if its weights are hard to choose.
 

@@ -22,8 +22,9 @@ from selftask.registry import register_method
 class VICReg(Projected):
     """VICReg (arXiv:2105.04906): two views agree, and features vary and are uncorrelated.
 
-    Loss: ``lambda |z1 - z2|^2 / D + mu mean max(0, 1 - std) + nu sum_(i != j) cov_ij^2 / D``
-    (eq. 6, with a mean of squares as in the authors' code).
+    Loss: ``lambda |z1 - z2|^2 / D + mu mean max(0, 1 - std) + nu sum_(i != j) cov_ij^2 / D`` of the
+    features z1 and z2 of two views, and their standard deviations and covariances over images (eq.
+    6, with a mean of squares as in the authors' code).
 
     Published: ImageNet linear top-1 of ResNet-50 73.2 (authors' README).
 

@@ -1,7 +1,8 @@
 """VICRegL: VICReg of whole views, and of cells matched by location and by features.
 
 V: views, the first two of which are large; B: images per rank; W: ranks; N: cells of a view's
-feature map; M: matched cells; D: width of the projector, L: width of the local projector.
+feature map; M: matched cells; S: pairs of views in a group; D: width of the projector, L: width of
+the local projector.
 """
 
 from __future__ import annotations
@@ -75,15 +76,17 @@ class VICRegL(Method):
         local_dim: int = setting(512, min=1, tiny=8)
         """Width of the projector of cells and of its hidden layers, L."""
         norm: Literal["batch", "layer"] = "batch"
-        """Norm between the projectors' layers; the published code has LayerNorm with a ConvNeXt."""
+        """Norm between the projectors' layers. batch: BatchNorm; layer: LayerNorm, which the
+        published code has with a ConvNeXt.
+        """
         alpha: float = setting(0.75, min=0, max=1)
         """Weight of the loss of whole views; cells get 1 - alpha."""
         num_matches: int = setting(20, min=1, tiny=2)
-        """Number of best pairs of cells for a large view, gamma."""
+        """Number of cells of a large view that are matched, those with the nearest match, gamma."""
         num_small_matches: int = setting(4, min=1, tiny=2)
-        """Number of best pairs of cells for each other view."""
+        """Number of cells of each other view that are matched."""
         match_all_features: bool = True
-        """Whether all cells are used when matching by features."""
+        """Whether all cells are matched by features; false: as many as by location."""
         invariance_weight: float = setting(25.0, min=0)
         """Weight of the invariance term."""
         variance_weight: float = setting(25.0, min=0)
@@ -109,7 +112,7 @@ class VICRegL(Method):
     def on_forward(self, task: Task) -> None:
         """Compute ``batch["centers"]``: of each view, the positions of its cells in the image.
 
-        They are (B, N, 2) for each view.
+        They are x and y in pixels, (B, N, 2) for each view.
         """
         batch = task.last_batch
         draws = [draw for group in batch.draws.values() for draw in group]
@@ -149,7 +152,7 @@ Views = tuple[int, ...]  # indices of views
 
 
 class Match(NamedTuple):
-    """M cells of each of S views, and their nearest neighbors in S other views."""
+    """M cells of each of S views, and their nearest neighbors in S other views, as indices."""
 
     views: Views
     others: Views
@@ -248,7 +251,15 @@ def alike_pairs(cells: list[Tensor]) -> list[tuple[Views, Views]]:
 
 
 def stacked(of_views: list[Tensor], pairs: list[tuple[Views, Views]]) -> dict[Views, Tensor]:
-    """Stack the views (B, N, F) of each side of each group of S pairs, (B, S, N, F)."""
+    """Stack the tensors of the views of each group of S pairs: (B, N, F) each -> (B, S, N, F).
+
+    Args:
+        of_views: Features or positions of the cells of each view.
+        pairs: Groups of pairs, from ``alike_pairs``.
+
+    Returns:
+        A tensor for the views i, and one for the views j, of each group, by these views.
+    """
     sides = {side for pair in pairs for side in pair}
     return {side: torch.stack([of_views[view] for view in side], dim=1) for side in sides}
 

@@ -29,8 +29,9 @@ EPS = 1e-4  # added to standard deviations
 class VISReg(Projected):
     """VISReg (arXiv:2606.02572): views predict their center; embeddings are spread like a Gaussian.
 
-    Loss: ``(1 - lambda) mean (center - z_v)^2 + lambda (scale + shape + center)``: the latter are
-    distances of standard deviations, sorted projections and means from those of a Gaussian.
+    Loss: ``(1 - lambda) mean (c - z_v)^2 + lambda (scale + shape + center)`` of the embeddings z_v
+    of views v and the mean c of the global views. The terms scale, shape and center are distances
+    of standard deviations, sorted projections and means from those of a Gaussian.
 
     Use it like ``lejepa``, with any backbone and without a teacher.
 

@@ -43,8 +43,9 @@ _CODES = 0x636F6465  # "code": separates the draws of k-means from others of the
 class VQKD(Method):
     """VQ-KD (arXiv:2208.06366): trains a tokenizer whose codes encode a frozen teacher's features.
 
-    Loss: ``1 - cos(reconstruction, teacher) + beta |unit - sg code|^2 / D`` (eq. 3, with a mean
-    of squares).
+    Loss: ``1 - cos(reconstruction, teacher) + beta |unit - code|^2 / D``: the decoder reconstructs
+    the teacher's features, and the unit vectors of patches stay close to their codes (eq. 3, with a
+    mean of squares).
 
     Use it to train the tokenizer of ``beit``.
 
@@ -114,7 +115,7 @@ class VQKD(Method):
             depth=config.decoder_depth,
             num_heads=config.decoder_heads,
         )
-        patches = grid[0] * grid[1] * task.length.batch_size * task.config.train.accumulate
+        patches = grid[0] * grid[1] * task.length.samples_per_step
         if patches < config.num_codes:
             raise UserError(
                 f"method.num_codes={config.num_codes}: the first codes are clusters of the patches "
@@ -131,7 +132,7 @@ class VQKD(Method):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["targets"]`` (B, N, T); collect the vectors for the codebook."""
+        """Compute ``batch["targets"]`` (B, N, T); in training, collect vectors for the codebook."""
         batch = task.last_batch
         coded, grid = batch.output.prediction, batch.output.features.tokens.grid
         _, batch["targets"] = self.teacher.on_grid(batch.input, grid)
@@ -151,7 +152,10 @@ class VQKD(Method):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Move codes toward the vectors of all ranks; after the first step, set them by k-means."""
+        """Move codes toward the vectors of all ranks, and log the share of used codes.
+
+        After the first step, set the codes by k-means instead.
+        """
         quantizer = task.base_model.head.quantizer  # type: ignore[union-attr]
         config, pending = self.config, self.take_pending()
         if not pending:

@@ -30,7 +30,7 @@ from selftask.registry import register_method
 class WMSE(Method):
     """W-MSE (arXiv:2007.06346): views agree after whitening the images of a sub-batch.
 
-    Loss: ``2 - 2 cos(w1, w2)`` of whitened features (eq. 6).
+    Loss: ``2 - 2 cos(w1, w2)`` of the whitened features w1 and w2 of two views (eq. 6).
 
     Use it if neither a teacher nor negatives are wanted, with a narrow head.
 
@@ -58,7 +58,7 @@ class WMSE(Method):
         shrinkage: float = setting(1e-4, min=0, max=1)
         """Share of the identity matrix in the covariance, epsilon."""
         normalize: bool = True
-        """Whether whitened features are compared by their cosine; false: by their distance."""
+        """Whether whitened features are compared by cosine; false: by mean squared difference."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             batch_size = config["train"]["batch_size"]
@@ -136,8 +136,9 @@ def wmse_loss(
 def whiten(features: Tensor, shrinkage: float) -> Tensor:
     """Return features (..., n, D) whitened over their n rows.
 
-    They are centered and multiplied by the inverse Cholesky factor of their covariance. Without
-    shrinkage the result has the identity as covariance.
+    They are centered and multiplied by the inverse Cholesky factor of their covariance, in which
+    the identity has the share ``shrinkage``. If it is 0, the covariance of the result is the
+    identity.
     """
     centered = features - features.mean(dim=-2, keepdim=True)
     covariance = centered.mT @ centered / (features.shape[-2] - 1)

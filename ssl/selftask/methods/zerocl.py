@@ -25,7 +25,8 @@ EPS = 1e-5  # added to variances, as by BatchNorm
 class ZeroCL(Projected):
     """Zero-CL (OpenReview:RAW9tCdVxLj): views agree after whitening of features, and of images.
 
-    Loss: ``sum (1 - c)^2`` of correlations after whitening of features, and of images.
+    Loss: ``sum (1 - c)^2`` of the correlations c of two views, after whitening of features, and of
+    images.
 
     Use it to study whitening; both matrices are computed from the batch of all ranks.
 
@@ -60,7 +61,7 @@ class ZeroCL(Projected):
         instance_weight: float = setting(1.0, min=0)
         """Weight of the agreement of images; the agreement of features has the weight 1."""
         shrinkage: float = setting(0.1, above=0, max=1)
-        """Share of the identity matrix in both matrices, which may be singular."""
+        """Share of the identity matrix in the covariance matrices, which may be singular."""
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return both terms for ``output`` (2, B, D), computed by every rank for all images."""
@@ -97,7 +98,8 @@ def standardize(vectors: Tensor) -> Tensor:
 def whiten(vectors: Tensor, shrinkage: float) -> Tensor:
     """Return the m centered vectors in (..., m, n), decorrelated from each other by ZCA.
 
-    The whitening matrix is detached, so the gradient of an image depends only on its own views.
+    The identity has the share ``shrinkage`` in their (m, m) covariance matrix. The whitening matrix
+    has no gradient.
     """
     fixed = vectors.detach()
     covariance = fixed @ fixed.mT / (vectors.shape[-1] - 1)

@@ -36,7 +36,7 @@ class MaskSampler(Protocol):
 
         Args:
             draws: (B, ``num_draws``).
-            counts: (B,) numbers of patches to mask. A mask may have fewer.
+            counts: int64 (B,), numbers of patches to mask. A mask may have fewer.
 
         Returns:
             (B, N) bool, True for masked patches.
@@ -47,14 +47,16 @@ class BlockMask:
     """Sampler of block masks, drawn on the CPU as a function of seed and key.
 
     Rectangles are tried one after another. A rectangle is accepted if it is smaller than the grid
-    in both directions, adds patches to the mask, and does not exceed the requested number of masked
-    patches. A mask therefore has at most this number of patches, and usually slightly fewer.
+    in both directions, adds patches to the mask, but not more than ``max_patches``, and does not
+    exceed the requested number of masked patches. A mask therefore has at most this number of
+    patches, and usually slightly fewer.
 
     Args:
         grid: Rows and columns of patches (h, w).
         min_patches: Smallest area of a rectangle, before its sides are rounded. It may be smaller
             if fewer patches remain to be masked.
-        max_patches: Largest area of a rectangle; None: half of the image.
+        max_patches: Largest area of a rectangle, before its sides are rounded; None: half of the
+            image.
         min_aspect: Smallest height / width of a rectangle; the largest is its inverse.
         max_tries: Maximum number of rectangles tried per image.
     """
@@ -81,8 +83,8 @@ class BlockMask:
 
         Args:
             seed: Seed of the run.
-            key: (B, 2), see ``random.keyed``.
-            counts: (B,) maximum number of patches to mask.
+            key: int64 (B, 2), see ``random.keyed``.
+            counts: int64 (B,), maximum number of patches to mask.
 
         Returns:
             (B, N) bool, True for masked patches.
@@ -97,7 +99,7 @@ class BlockMask:
 
         Args:
             draws: (B, ``num_draws``) in [0, 1).
-            counts: (B,) maximum number of patches to mask.
+            counts: int64 (B,), maximum number of patches to mask.
 
         Returns:
             (B, N) bool, True for masked patches.

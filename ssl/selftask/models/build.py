@@ -31,7 +31,7 @@ def build_backbone(component: Component, channels: int = 3) -> nn.Module:
     Raises:
         UserError: If the name is unknown, the library rejects an argument, the backbone does not
             support ``channels``, or it has no ``embed_dim`` and does not return such features.
-        TypeError: If the backbone has no option of that name.
+        TypeError: If an argument is not an option of the backbone.
     """
     config = BACKBONES[component.name](**component.args)
     if channels != 3 and "channels" not in inspect.signature(config.build).parameters:
@@ -205,7 +205,7 @@ def count_features(model: nn.Module, name: str, channels: int) -> int:
 
 
 def _sizes(model: nn.Module) -> tuple[int, ...]:
-    """Return image sizes to try; first the one declared by a timm or torchvision model."""
+    """Return image sizes (pixels) to try; first the one declared by a timm or torchvision model."""
     image_size = getattr(model, "image_size", None)
     if isinstance(image_size, int):
         return (image_size, *_TRIED_SIZES)

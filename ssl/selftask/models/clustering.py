@@ -21,9 +21,9 @@ from selftask.models.precision import in_full_precision, to_float32
 def sinkhorn_knopp(
     scores: Tensor, *, epsilon: float, iterations: int, power: float = 0.0, smallest: float = 0.0
 ) -> Tensor:
-    """Assign the samples of all ranks to prototypes so that each prototype gets a given share.
+    """Assign the samples of all ranks to prototypes so that each prototype gets about its share.
 
-    By default the shares are equal.
+    By default the shares are equal. Every rank must call this function.
 
     Eq. 3 to 5 of SwAV (arXiv:2006.09882). The paper alternates between scaling rows and columns of
     exp(scores / epsilon). Here the scaling is computed on logarithms, so that no exponential can
@@ -42,8 +42,8 @@ def sinkhorn_knopp(
             prototype.
 
     Returns:
-        Assignments of the shape of ``scores``, in full precision. They sum to one over K, except
-        for samples that are assigned to no prototype.
+        Assignments of the shape of ``scores``, in float32 (or float64 if ``scores`` are). They sum
+        to one over K, or to less with ``smallest``.
 
     Raises:
         ValueError: If ``iterations`` is less than 1.
@@ -68,7 +68,10 @@ def _divide_by_sum(logits: Tensor, smallest: float) -> Tensor:
 
 
 def logsumexp_over_ranks(x: Tensor) -> Tensor:
-    """Return the logarithm of the sum of exp(x) over ranks; x is -inf on a rank without rows."""
+    """Return log(sum of exp(x) over ranks) for each element of ``x``, which may be -inf.
+
+    Every rank must call this function, with the same shape.
+    """
     if world_size() == 1:
         return x
     largest = all_reduce_max(x).clamp(min=torch.finfo(x.dtype).min)
@@ -83,6 +86,9 @@ def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
     Args:
         probs: p, assignments of the first A views, (A, B, K).
         log_probs: log q, predictions of all V views, (V, B, K).
+
+    Returns:
+        A scalar.
     """
     pairs = view_cross_entropy(probs, log_probs)  # (A, V)
     others = pairs.sum() - pairs.diagonal().sum()
@@ -124,14 +130,14 @@ def spherical_kmeans(
     are the same.
 
     Args:
-        x: (N, D) unit vectors.
-        num_clusters: K.
+        x: (N, D), not necessarily normalized.
+        num_clusters: Number of clusters, K.
         iterations: Number of iterations.
         generator: Generator on the CPU; None: torch's global one.
         chunk: Rows compared at a time.
 
     Returns:
-        Unit centroids (K, D) and the cluster of each row (N,).
+        Unit centroids (K, D), and the cluster of each row, int64 (N,).
 
     Raises:
         ValueError: If there are fewer rows than clusters.

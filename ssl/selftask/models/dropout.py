@@ -53,8 +53,8 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
         seed: Seed of the run.
 
     Returns:
-        The names, each with the class, of layers that still draw from torch's generator. On several
-        ranks a warning lists them.
+        Names and classes of other layers that appear to draw from torch's generator, such as
+        ``encoder (LSTM)``. On several ranks a warning lists them.
     """
     layers: list[Keep] = []
     others, seen = [], set()
@@ -100,7 +100,7 @@ def disable_stochastic_depth(network: nn.Module) -> None:
 
 
 def set_uniform_stochastic_depth(network: nn.Module, rate: float) -> None:
-    """Set the same rate of stochastic depth in all residual branches of a timm model.
+    """Set the same rate of stochastic depth, in [0, 1), in all residual branches of a timm model.
 
     By default the rate increases with depth from 0. Since timm builds no layer for a rate of 0, as
     in the first block, all layers are replaced by new ones.
@@ -149,7 +149,7 @@ def _new_layer(library: Any) -> Any:
 
 
 def _keep(layer: Any) -> Keep:
-    """Return the probability and scale of kept rows; both are 1 for layers not in ``_KINDS``."""
+    """Return a layer's keep probability and scale; both are 1 for layers not in ``_KINDS``."""
     rate = getattr(layer, layer._rate_name) if hasattr(layer, "_rate_name") else 0.0
     scales = rate < 1 and getattr(layer, "scale_by_keep", True)
     return Keep(1 - rate, 1 / (1 - rate) if scales else 1.0)

@@ -26,7 +26,7 @@ class FeatureQueue(nn.Module):
     rows: Tensor
     """``(K, *shape)``, in no particular order."""
     oldest: Tensor
-    """Index of the entry that is replaced next."""
+    """Index of the entry that is replaced next, an int64 scalar."""
 
     def __init__(self, length: int, *shape: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class FeatureQueue(nn.Module):
 
         Args:
             queries: ``(..., dim)``.
-            count: Number of entries.
+            count: Number of entries, at most K.
             after: Rows ``(B, dim)``. If given, search the entries that the queue will have after
                 ``update(after)``; every rank must then call this method.
         """
@@ -127,8 +127,8 @@ class LabeledQueue(nn.Module):
         """Classify a batch of this rank, to be enqueued by the next ``update``.
 
         Args:
-            features: (B, E).
-            labels: (B,), -1 for unlabeled images, which do not count for the accuracy.
+            features: (B, E), not necessarily normalized.
+            labels: int64 (B,), -1 for unlabeled images, which do not count for the accuracy.
         """
         units = F.normalize(features.to(self.rows.dtype), dim=1)
         cosines = (units @ self.rows.T).masked_fill(self.labels < 0, -1e4)
@@ -160,9 +160,9 @@ class LabeledQueue(nn.Module):
         self.entered += len(rows)
 
     def take_accuracy(self) -> Tensor | None:
-        """Return the accuracy since the last call, a scalar, or None if no step counted.
+        """Return the accuracy since the last call, or None if no step counted; reset the counts.
 
-        The counts are reset.
+        It is a scalar tensor: the fraction of labeled images that were classified correctly.
         """
         accuracy = self.hits / self.images.clamp(min=1) if self.counted else None
         for count in (self.hits, self.images, self.counted):
@@ -175,7 +175,7 @@ def class_votes(cosine: Tensor, labels: Tensor, num_classes: int, temperature: f
 
     Args:
         cosine: (B, k), nearest first.
-        labels: (B, k), labels of the neighbors.
+        labels: int64 (B, k), labels of the neighbors, at least 0.
         num_classes: Number of classes, C.
         temperature: Temperature of the weights exp((cosine - largest cosine) / temperature).
     """

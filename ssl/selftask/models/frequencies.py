@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 def low_frequencies(size: tuple[int, int], radius: int, device: torch.device) -> Tensor:
-    """Return a mask (H, W) in the order of ``torch.fft``, True in a disc around frequency 0.
+    """Return a bool mask (H, W) in the order of ``torch.fft``, True in a disc around frequency 0.
 
     Args:
         size: Height and width of the images in pixels.
-        radius: Radius of the disc, in periods per image.
+        radius: Radius of the disc, in periods per image; its boundary is outside.
         device: Device of the mask.
     """
     squares = [(torch.fft.fftfreq(n, device=device) * n).round().square() for n in size]

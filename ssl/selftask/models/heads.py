@@ -72,7 +72,8 @@ def transposed_decoder(
 ) -> nn.Sequential:
     """Build transposed convolutions from a map (B, E, h, w) to a larger one (B, D, h', w').
 
-    Each doubles the resolution, and has BatchNorm and ReLU; a 1 x 1 convolution follows.
+    Each transposed convolution doubles the resolution and is followed by BatchNorm and ReLU. The
+    last layer is a 1 x 1 convolution.
 
     Args:
         embed_dim: Width E of the map.
@@ -124,23 +125,25 @@ class Prototypes(nn.Module):
         self.weight = nn.Parameter(F.normalize(torch.randn(num, dim), dim=1))
 
     def forward(self, features: Tensor) -> Tensor:
-        return F.linear(features, self.weight)
+        return F.linear(features, self.weight.to(features.dtype))
 
     @torch.no_grad()
     def normalize_(self) -> None:
         """Normalize every row to unit length, in place."""
-        self.weight.copy_(F.normalize(self.weight, dim=1))
+        self.weight.copy_(F.normalize(to_float32(self.weight), dim=1))
 
 
 class UnitLength(nn.Module):
-    """Layer that scales features (..., D) to unit length."""
+    """Layer that scales features (..., D) to unit length, in at least float32."""
 
     def forward(self, features: Tensor) -> Tensor:
         return F.normalize(to_float32(features), dim=-1)
 
 
 class WeightNormLinear(nn.Module):
-    """Linear layer whose rows have unit length, or a trained length that starts at 1.
+    """Linear layer without bias whose rows have unit length, or a trained length that starts at 1.
+
+    It maps features (..., D) to scores (..., K).
 
     Weight normalization (arXiv:1602.07868) with the length g fixed to 1, as in DINO's last layer,
     or as the parameter ``length``, as in DINOv2's. Rows are normalized in the forward pass. The
@@ -160,8 +163,10 @@ class WeightNormLinear(nn.Module):
         self.length = nn.Parameter(torch.ones(num, 1)) if trained_length else None
 
     def forward(self, features: Tensor) -> Tensor:
-        rows = F.normalize(self.weight, dim=1)
-        return F.linear(features, rows if self.length is None else rows * self.length)
+        rows = F.normalize(to_float32(self.weight), dim=1)
+        if self.length is not None:
+            rows = rows * self.length
+        return F.linear(features, rows.to(features.dtype))
 
 
 class DINOHead(nn.Module):

@@ -23,7 +23,8 @@ class LinearProbes(nn.Module):
 
     Features are standardized with running statistics and divided by sqrt(E), so that learning rates
     do not depend on their scale and width. The gradient of the cross-entropy is computed in closed
-    form, without autograd, and summed over ranks. Weights are initially 0.
+    form, without autograd, and averaged over the labeled images of all ranks. Weights are initially
+    0.
 
     Args:
         lr: Learning rates (L,).
@@ -81,7 +82,7 @@ class LinearProbes(nn.Module):
 
         Args:
             features: (B, E).
-            labels: (B,), -1 for images to ignore.
+            labels: int64 (B,), -1 for images to ignore.
         """
         gradient, moments, hits, images = self._parts(self._sums)
         is_labeled = (labels >= 0)[:, None]  # (B, 1)
@@ -121,24 +122,25 @@ class LinearProbes(nn.Module):
 
     @torch.no_grad()
     def count_hits(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Return the number of correct predictions of each learning rate, (L,).
+        """Return the number of correct predictions of each learning rate, int64 (L,).
 
         Args:
             features: (B, E).
-            labels: (B,), -1 for images to ignore.
+            labels: int64 (B,), -1 for images to ignore.
         """
         best = self._scores(self._inputs(features)).argmax(dim=2)  # (B, L)
         return (best == labels[:, None]).sum(dim=0)
 
     @property
     def best(self) -> Tensor:
-        """Index of the learning rate with the highest recent accuracy on the stream."""
+        """Index of the learning rate with the highest recent accuracy, an int64 scalar."""
         return self.recent.argmax()
 
     def take_accuracy(self) -> Tensor:
         """Return the accuracy of each learning rate since the last call, (L,); reset the counts.
 
-        Each batch is predicted before the probes are trained on it.
+        Accuracies are fractions, 0 without images. Each batch is predicted before the probes are
+        trained on it.
         """
         accuracy = self.hits / self.images.clamp(min=1)
         self.hits.zero_()

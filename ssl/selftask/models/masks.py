@@ -72,7 +72,7 @@ class MultiBlockMask:
 
         Args:
             seed: Seed of the run.
-            key: (B, 2), see ``random.keyed``.
+            key: int64 (B, 2), see ``random.keyed``.
 
         Returns:
             Indices and padding of the context, (B, K) each, and of the targets, (B, M, Q) each.
@@ -128,7 +128,7 @@ def _stretch(share: Tensor, draw: Tensor, length: int) -> Tensor:
 
 
 def possible_areas(scale: Range, ratio: Range, grid: tuple[int, int], name: str) -> list[int]:
-    """Return the possible areas of ``rectangles`` in patches, to determine the size of tensors.
+    """Return the possible areas of ``rectangles``, in patches, which determine tensor sizes.
 
     A side of h patches is the rounded value of a length between h - 1/2 and h + 1/2.
 
@@ -207,7 +207,7 @@ class AttentionMask:
 
         Args:
             draws: (B, ``num_draws``) in [0, 1).
-            counts: (B,), numbers of patches to mask, before some are revealed.
+            counts: int64 (B,), numbers of patches to mask, before some are revealed.
         """
         mask = torch.arange(self.num_patches) < counts[:, None]
         rank = draws.argsort(dim=1, stable=True).argsort(dim=1)
@@ -216,11 +216,14 @@ class AttentionMask:
 
 
 def in_image(mask: Tensor, attention: Tensor) -> Tensor:
-    """Return a mask of patches in the order of the image.
+    """Reorder a mask of patches sorted by attention to the order of the image.
 
     Args:
         mask: (B, N) bool, of patches sorted by attention, the highest first.
         attention: (B, N), attention of the patches, in the order of the image.
+
+    Returns:
+        (B, N) bool.
     """
     order = attention.argsort(dim=1, descending=True, stable=True)
     return torch.zeros_like(mask).scatter(1, order, mask)
@@ -234,10 +237,10 @@ def padded_indices(mask: Tensor, length: int, order: Tensor | None = None) -> tu
     Args:
         mask: (..., N) bool.
         length: Number of indices per row; the last ones of a longer row are dropped.
-        order: (..., N) numbers in [0, 1) to sort the indices by; ascending indices by default.
+        order: (..., N) numbers in [0, 1) to sort the indices by; None for ascending indices.
 
     Returns:
-        Indices (..., length), and (..., length) bool, True for padding.
+        int64 indices (..., length), and (..., length) bool, True for padding.
     """
     late = (~mask).float() if order is None else (~mask) + order
     padding = torch.arange(length, device=mask.device) >= mask.sum(dim=-1, keepdim=True)
@@ -251,7 +254,7 @@ def random_mask(
 
     Args:
         seed: Seed of the run.
-        key: (B, 2), see ``random.keyed``.
+        key: int64 (B, 2), see ``random.keyed``.
         grid: Rows and columns of patches; divisible by ``unit``.
         ratio: Fraction of squares to mask; their number is rounded up, as in the published code.
         unit: Side of a square in patches.
@@ -318,7 +321,7 @@ def mask_of(indices: Tensor, padding: Tensor, num_patches: int) -> Tensor:
     """Return a mask that is True at the given indices, except for padding.
 
     Args:
-        indices: (B, K).
+        indices: int64 (B, K).
         padding: (B, K) bool, True for indices to ignore.
         num_patches: Number of patches, N.
 
@@ -330,9 +333,21 @@ def mask_of(indices: Tensor, padding: Tensor, num_patches: int) -> Tensor:
 
 
 def is_hidden(keep: Tensor, num_patches: int) -> Tensor:
-    """Return a mask (..., N) that is False at the indices ``keep`` (..., K)."""
+    """Return a bool mask (..., N) that is False at the indices ``keep``, int64 (..., K)."""
     hidden = torch.ones(*keep.shape[:-1], num_patches, dtype=torch.bool, device=keep.device)
     return hidden.scatter(-1, keep, False)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of ``values`` (B, C, H, W) in the patches that ``mask`` (B, h, w) selects."""
+    of_patch = split_patches(values, mask).mean(dim=(1, 3, 5))  # (B, h, w)
+    return (of_patch * mask).sum() / mask.sum()
+
+
+def split_patches(images: Tensor, mask: Tensor) -> Tensor:
+    """Split images (B, C, H, W) into the patches of a mask (B, h, w): (B, C, h, p, w, p)."""
+    rows, columns = mask.shape[1:]
+    return images.unflatten(3, (columns, -1)).unflatten(2, (rows, -1))
 
 
 def hide_patches(images: Tensor, mask: Tensor) -> Tensor:

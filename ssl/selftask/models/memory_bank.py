@@ -36,7 +36,7 @@ class MemoryBank(nn.Module):
         return len(self.rows)
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        """Return the entries ``(..., *shape)`` of the images ``index`` (...)."""
+        """Return the entries ``(..., *shape)`` of the images ``index``, int64 (...)."""
         return self.rows[index]
 
     @torch.no_grad()
@@ -47,7 +47,7 @@ class MemoryBank(nn.Module):
         an image occurs more than once in the global batch, its last features are used.
 
         Args:
-            index: Indices of this rank's images, (B,).
+            index: Indices of this rank's images, int64 (B,).
             features: Their features, ``(B, *shape)``, not necessarily normalized.
             momentum: Weight of the old entry, in [0, 1]; 0 replaces it.
         """

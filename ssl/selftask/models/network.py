@@ -135,7 +135,10 @@ class Network(nn.Module):
 
 
 class MapNetwork(Network):
-    """Network whose head takes the feature map: images (B, C, H, W) -> ``head(map)``."""
+    """Network whose head takes the feature map (B, E, h, w) of images (B, C, H, W).
+
+    It returns a ``PatchOutput`` whose prediction is that of the head.
+    """
 
     def forward(self, images: Tensor) -> PatchOutput:  # type: ignore[override]
         features = self.extract(images)

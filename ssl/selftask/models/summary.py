@@ -87,7 +87,7 @@ def _views(number: int, name: str, group: ViewConfig) -> str:
 def _count_forward(
     module: nn.Module, side: int, channels: int
 ) -> tuple[FlopCounterMode, Counter[str]]:
-    """Return FLOPs and activations of a forward pass of one image, by module."""
+    """Return FLOPs and activations (elements) of a forward pass of one image, by module."""
     image = torch.empty(1, channels, side, side, device="meta")
     activations = _CountActivations()
     with in_eval_mode(module), FlopCounterMode(display=False) as flops, activations:
@@ -106,7 +106,7 @@ class ModuleCost:
         macs: Multiply-adds of convolutions, matrix products and attention. Papers often call them
             FLOPs (4.1 G for ResNet-50).
         activations: Elements in the outputs of these operations (arXiv:2003.13678, section 3.1).
-        saved_bytes: Memory kept for the backward pass in float32.
+        saved_bytes: Bytes kept for the backward pass in float32.
     """
 
     name: str
@@ -130,7 +130,7 @@ def module_costs(
         module: Images (B, C, H, W) -> anything.
         side: Height and width in pixels.
         channels: Channels of the image.
-        depth: Number of levels of sub-modules.
+        depth: Number of levels of sub-modules; 0 for the module alone.
     """
     flops, activations = _count_forward(module, side, channels)
     macs = {name: sum(of.values()) // 2 for name, of in flops.get_flop_counts().items()}

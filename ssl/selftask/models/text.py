@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class TextTransformer(nn.Module):
-    """CLIP's text encoder: token ids (B, L) -> features (B, E) of each text's last token.
+    """CLIP's text encoder: token ids, int64 (B, L) -> features (B, E) of each text's last token.
 
     Pre-norm blocks with causal attention, learned positions and initial weights as in section 2.4
     of Radford et al., arXiv:2103.00020, and its code, but with exact GELU instead of its
@@ -48,7 +48,7 @@ class TextTransformer(nn.Module):
             nn.init.normal_(layer.linear2.weight, std=(2 * depth * dim) ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the features (B, E) of the last token before padding, given tokens (B, L)."""
+        """Return features (B, E) of the last token before padding, for int64 tokens (B, L)."""
         length = tokens.shape[1]
         x = self.token_embed(tokens) + self.pos_embed[:length]  # (B, L, E)
         causal = cast(Tensor, self.causal)[:length, :length].to(x.dtype)

@@ -17,7 +17,7 @@ _POINTS = 200  # number of points at which the schedule is evaluated to find its
 
 
 def arithmetic(config: Config, length: RunLength, world_size: int) -> list[str]:
-    """Return a header, and one line each for batch, epoch, run, warm-up and learning rate.
+    """Return lines of text: a header, then batch, epoch, run, warm-up and learning rate.
 
     Args:
         config: The config of the run.
@@ -29,7 +29,7 @@ def arithmetic(config: Config, length: RunLength, world_size: int) -> list[str]:
 
 
 def arithmetic_rows(config: Config, length: RunLength, world_size: int) -> dict[str, str]:
-    """Return texts for batch, epoch, run, warm-up and learning rate, by topic.
+    """Return one line of text for each topic: batch, epoch, run, warm-up and lr.
 
     Args:
         config: The config of the run.
@@ -49,7 +49,7 @@ def _batch(length: RunLength, world_size: int) -> str:
     accumulated = f" x {length.accumulate} accumulated" if length.accumulate > 1 else ""
     return (
         f"{length.batch_size // world_size:,} a rank x {world_size} "
-        f"{plural('rank', world_size)}{accumulated} = {_step(length):,} samples a step"
+        f"{plural('rank', world_size)}{accumulated} = {length.samples_per_step:,} samples a step"
     )
 
 
@@ -59,8 +59,8 @@ def _epoch(length: RunLength) -> str:
     phases = f", in {length.phases_per_epoch} phases" if length.phases_per_epoch > 1 else ""
     read = length.batches_per_epoch * length.batch_size
     return (
-        f"{_steps(steps)} of {_step(length):,}{last} = {read:,} of {length.num_samples:,} "
-        f"samples{phases}"
+        f"{_steps(steps)} of {length.samples_per_step:,}{last} = {read:,} of "
+        f"{length.num_samples:,} samples{phases}"
     )
 
 
@@ -72,14 +72,14 @@ def _run(length: RunLength) -> str:
 
 
 def _warmup(config: OptimizerConfig, length: RunLength) -> str:
-    warmup = config.lr_section(_step(length)).get("warmup", 0)
+    warmup = config.lr_section(length.samples_per_step).get("warmup", 0)
     steps = steps_in(warmup, length)
     return f"{warmup} = {_steps(steps)}" if isinstance(warmup, str) else _steps(steps)
 
 
 def _lr(config: OptimizerConfig, length: RunLength) -> Iterator[str]:
     """Yield the formula of the rate if it is scaled, then the actual values of the schedule."""
-    batch = _step(length)
+    batch = length.samples_per_step
     section = config.lr_section(batch)
     if isinstance(config.lr, ScaledLR):
         ratio = f"{batch:,} / {config.lr.per:,}"
@@ -103,10 +103,6 @@ def _rate(schedule: Any, step: int, length: RunLength) -> float:
         rest = 0
     batches = epochs * length.batches_per_epoch + rest * length.accumulate
     return schedule(batches / length.total_batches)
-
-
-def _step(length: RunLength) -> int:
-    return length.batch_size * length.accumulate
 
 
 def _steps(number: int) -> str:

@@ -84,7 +84,7 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         self.optimizer.step(closure)
 
     def multiply_lr(self, factor: Callable[[], float]) -> None:
-        """Multiply the learning rates of all groups by a factor that may change at any step."""
+        """Multiply the learning rates of all groups by ``factor()``, evaluated at every step."""
         for group in self._param_group_schedulers:
             group["lr"] = Curve(partial(_times, group["lr"], factor))
         self._list_moving()
@@ -94,7 +94,14 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         return {**super().get_classy_state(), "names": self._names}
 
     def set_classy_state(self, state: dict[str, Any]) -> None:
-        """Restore the state. Raise ValueError if the parameters are others or in another order."""
+        """Restore the state.
+
+        Options of the groups that neither a schedule nor the optimizer changes keep the values of
+        the config.
+
+        Raises:
+            ValueError: If the parameters are others or in another order.
+        """
         for before, now in zip(state["names"], self._names, strict=True):
             if before != now:
                 raise ValueError(
@@ -112,7 +119,7 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
 
     @property
     def _constants(self) -> list[dict[str, Any]]:
-        """Options of each group that neither a schedule nor the optimizer changes."""
+        """Options of each group that neither a schedule nor the optimizer changes, by name."""
         if not self.constant_options:
             return [{} for _ in self.optimizer.param_groups]
         groups = zip(self.optimizer.param_groups, self._param_group_schedulers, strict=True)
@@ -168,8 +175,9 @@ def build_optimizer(
         config: The ``optimizer`` section.
         modules: Named modules whose parameters are trained.
         length: Length of the run, for schedules.
-        batch: Number of samples per step.
-        depths: Layer indices of the backbone's parameters by name, for ``layer_decay``.
+        batch: Number of samples per step, over all ranks.
+        depths: Layer indices of the backbone's parameters by name, for ``layer_decay``; None: all
+            parameters belong to one layer.
         of_method: Rules of the method, which apply after those of ``optimizer.groups``.
         regroup: Function applied to the final groups of parameters; see ``Reduction.regroup``.
         only: Parameters of this optimizer; None for all.
@@ -252,11 +260,14 @@ def _together(schedules: list[Schedule]) -> Curve:
 
 
 def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Any:
-    """Return the learning rate schedule: scaled with the batch size, with warm-up and annealing.
+    """Return the schedule of ``optimizer.lr`` with its warm-up, scaled as configured.
 
     Args:
         config: The ``optimizer`` section.
         length: Length of the run.
-        batch: Number of samples per step.
+        batch: Number of samples per step, over all ranks.
+
+    Returns:
+        A Classy scheduler: a function of progress in [0, 1), with ``update_interval``.
     """
     return build_schedule(config.lr_section(batch), length)

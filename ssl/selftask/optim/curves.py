@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fvcore.common.param_scheduler import ExponentialParamScheduler, ParamScheduler
@@ -13,22 +14,40 @@ Schedule = Callable[[float], Any]  # progress in [0, 1) -> value
 
 
 class Curve(ParamScheduler):  # type: ignore[misc]  # fvcore ships no types
-    """A function of progress as a Classy scheduler, evaluated at every step."""
+    """A function of progress as a Classy scheduler, evaluated at every step.
+
+    Args:
+        function: The function.
+        make: Returns the function. It is pickled instead of a function that is a local one.
+    """
 
     update_interval = UpdateInterval.STEP
 
-    def __init__(self, function: Schedule) -> None:
-        self.function = function
+    def __init__(self, function: Schedule, make: Callable[[], Schedule] | None = None) -> None:
+        self.function, self.make = function, make
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.make is None:
+            return super().__reduce_ex__(protocol)
+        state = {name: value for name, value in vars(self).items() if name != "function"}
+        return _made, (self.make,), state
 
     def __call__(self, where: float) -> Any:
         return self.function(where)
 
 
+def _made(make: Callable[[], Schedule]) -> Curve:
+    return Curve(make(), make)
+
+
 class Scaled(Curve):
-    """A schedule times a factor. It is hashable, so that equal parameter groups are merged."""
+    """A schedule times a factor; equal to another one if schedule and factor are equal.
+
+    Parameter groups with equal settings can thus be merged.
+    """
 
     def __init__(self, schedule: Any, factor: float) -> None:
-        super().__init__(lambda where: schedule(where) * factor)
+        super().__init__(partial(_times, factor, schedule))
         self.schedule, self.factor = schedule, factor
         self.update_interval = schedule.update_interval
 
@@ -40,6 +59,10 @@ class Scaled(Curve):
         return hash((self.schedule, self.factor))
 
 
+def _times(factor: float, schedule: Schedule, where: float) -> Any:
+    return schedule(where) * factor
+
+
 def join(
     parts: Sequence[Schedule], lengths: list[float], last: Literal["rescaled", "fixed"] = "rescaled"
 ) -> Any:
@@ -48,7 +71,8 @@ def join(
     Args:
         parts: The schedules.
         lengths: Fraction of the run of each schedule; their sum is 1.
-        last: ``fixed`` to make the last schedule a function of the progress of the whole run.
+        last: ``rescaled`` to stretch the last schedule like the others; ``fixed`` to evaluate it
+            at the progress of the whole run.
     """
     intervals = [*["rescaled"] * (len(parts) - 1), last]
     return schedulers.CompositeParamScheduler(parts, lengths, intervals)

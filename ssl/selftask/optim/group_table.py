@@ -21,7 +21,7 @@ def group_table(
     Args:
         settings: Settings of every trained parameter.
         config: The ``optimizer`` section.
-        batch: Number of samples per step.
+        batch: Number of samples per step, over all ranks.
         most: Maximum number of name patterns to show for each group; 0 for all.
     """
     groups: dict[tuple[object, ...], list[Settings]] = {}

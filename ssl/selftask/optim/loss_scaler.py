@@ -70,11 +70,11 @@ class LossScaler(NoScaler):
 
     @torch.no_grad()
     def unscale_(self, optimizer: Any) -> None:
-        """Divide the reduced gradients by the scale.
+        """Divide the reduced gradients by the scale; lower the scale if one is not finite.
 
         Raises:
             StepSkipped: On every rank, if a gradient is not finite on any rank.
-            RunError: If gradients are not finite although the scale is tiny.
+            RunError: Instead of StepSkipped, if the scale falls below ``MIN_SCALE``.
         """
         every = (p for group in optimizer.param_groups for p in group["params"])
         parts = local_parts(gradients(every))
@@ -92,7 +92,7 @@ class LossScaler(NoScaler):
             raise StepSkipped
 
     def update(self) -> None:
-        """Count a step without overflow; increase the scale after ``growth_interval`` of them."""
+        """Count a step without overflow; after ``growth_interval`` in a row, increase the scale."""
         self._log("loss_scale", self._scale)
         self._good_steps += 1
         if self._good_steps == self._config.growth_interval:

@@ -34,7 +34,8 @@ class Parameter:
     def matches(self, rule: GroupRule) -> bool:
         """Return True if the rule applies to this parameter.
 
-        The first part of the name, such as ``network.``, may be omitted in the rule.
+        Both ``type`` and ``match`` must apply, if given. The first part of the name, such as
+        ``network.``, may be omitted in ``match``.
         """
         if rule.type and self.kinds.isdisjoint(_listed(rule.type)):
             return False
@@ -45,10 +46,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a parameter, from the rules, its kind and its depth."""
+    """Settings of a parameter, from the rules, its number of dimensions and its depth."""
 
     parameter: Parameter
-    decays: bool  # from its kind; LARS adapts these
+    decays: bool  # from its number of dimensions; LARS adapts these
     weight_decay: float | dict[str, Any]
     lr: float = 1.0  # factor of optimizer.lr
     schedule: dict[str, Any] = field(default_factory=dict)  # overrides optimizer.schedule
@@ -56,7 +57,7 @@ class Settings:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key of the parameter's group in the table of groups; equal for all of a group."""
+        """Key of the parameter's group in the table of groups."""
         shown = (str(self.weight_decay), self.lr, str(self.schedule), self.frozen_steps)
         return (self.decays, *shown)
 
@@ -112,7 +113,7 @@ def freeze_for_good(
     *,
     key: str = "optimizer",
 ) -> None:
-    """Freeze the parameters of rules with ``freeze: true``: they get no gradient and no group.
+    """Freeze the parameters whose first rule with ``freeze`` has ``true``: they get no gradient.
 
     Args:
         modules: Named modules.
@@ -128,17 +129,23 @@ def freeze_for_good(
         mine = [parameter for parameter in parameters if parameter.matches(rule)]
         if rule.freeze is True or name.startswith("group_rules"):
             check_matches(rule, name, mine, parameters)
-        if rule.freeze is True:
-            for parameter in mine:
-                parameter.value.requires_grad_(False)
+    for parameter in parameters:
+        if _first_freeze(parameter, [*rules, *of_method]) is True:
+            parameter.value.requires_grad_(False)
+
+
+def _first_freeze(parameter: Parameter, rules: Sequence[GroupRule]) -> bool | int | str | None:
+    given = (r.freeze for r in rules if r.freeze is not None and parameter.matches(r))
+    return next(given, None)
 
 
 def frozen_until(
     modules: Named, rules: Sequence[GroupRule], length: RunLength
 ) -> list[tuple[int, nn.Parameter]]:
-    """Return (number of frozen steps or 0, parameter) for each parameter that matches a rule.
+    """Return (number of frozen steps, parameter) for each parameter that matches a rule.
 
-    The first matching rule that has ``freeze`` counts, as in ``assign_settings``.
+    The first matching rule that has ``freeze`` counts, as in ``assign_settings``. The number is 0
+    without such a rule, and for ``freeze: true``.
 
     Args:
         modules: Named modules.
@@ -146,12 +153,9 @@ def frozen_until(
         length: Length of the run, for durations that are not in steps.
     """
     return [
-        (
-            _frozen_steps(next((r.freeze for r in matches if r.freeze is not None), None), length),
-            p.value,
-        )
-        for p in named_parameters(modules)
-        if (matches := [rule for rule in rules if p.matches(rule)])
+        (_frozen_steps(_first_freeze(parameter, rules), length), parameter.value)
+        for parameter in named_parameters(modules)
+        if any(parameter.matches(rule) for rule in rules)
     ]
 
 
@@ -167,7 +171,7 @@ def assign_settings(
 ) -> list[Settings]:
     """Return the settings of every trained parameter, in the order of the optimizer's groups.
 
-    The value of each key is taken from the first matching rule that has it.
+    Each setting is taken from the first matching rule that has it.
 
     Args:
         modules: Named modules.
@@ -207,6 +211,7 @@ def _settings_of(
 ) -> Settings:
     is_token = parameter.name.rpartition(".")[2] in _TOKENS
     decays = config.decay_tokens if is_token else parameter.value.ndim > 1
+    decays_1d = config.decay_1d and not is_token
     top = max(depths.values(), default=-1) + 1
     layer = config.layer_decay ** (top - depths.get(parameter.name, top))
     values: dict[str, Any] = {}
@@ -216,7 +221,7 @@ def _settings_of(
     return Settings(
         parameter,
         decays,
-        values.get("weight_decay", config.weight_decay if decays or config.decay_1d else 0.0),
+        values.get("weight_decay", config.weight_decay if decays or decays_1d else 0.0),
         values.get("lr", 1.0) * layer,
         values.get("schedule", {}),
         _frozen_steps(values.get("freeze"), length),
@@ -263,7 +268,7 @@ def _listed(value: str | list[str] | None) -> list[str]:
 
 
 def merge_alike(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge groups with equal settings. Each group costs a kernel launch, or 10 us, per step."""
+    """Merge groups with equal settings, since each group costs about 10 microseconds per step."""
     merged: list[dict[str, Any]] = []
     for group in groups:
         settings = {key: value for key, value in group.items() if key != "params"}

@@ -34,7 +34,7 @@ class PerGroup(torch.optim.Optimizer):
         return loss
 
     def states(self, weights: list[Tensor], name: str) -> list[Tensor]:
-        """Return the tensor ``name`` of each parameter's state; it starts as zeros."""
+        """Return the tensor ``name`` of each parameter's state; a missing one is set to zeros."""
         for weight in weights:
             if name not in self.state[weight]:
                 self.state[weight][name] = torch.zeros_like(weight)

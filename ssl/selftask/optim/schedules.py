@@ -61,7 +61,7 @@ class ScheduleConfig:
     warmup_start: float = 0.0
     """Value at the start of the warm-up."""
     warmup_shape: Literal["linear", "cosine", "exponential", "constant"] = "linear"
-    """Shape of the warm-up from ``warmup_start`` upwards; constant: ``warmup_start`` throughout."""
+    """Shape of the warm-up, which begins at ``warmup_start``; constant: it stays there."""
     warmup_interval: Literal["rescaled", "fixed", "jump"] = "rescaled"
     """Position of the schedule relative to the warm-up. rescaled: it starts after the warm-up.
     fixed: it extends over the whole run, and the warm-up rises to the schedule's value at the end
@@ -87,13 +87,13 @@ class ScheduleConfig:
         """Return the value as a function of progress in [0, 1) within ``span``.
 
         Args:
-            start: Value at the start of ``span``.
-            end: Value at the end of the run.
+            start: Value of the field ``start``.
+            end: Value of the field ``end``, or ``start`` if that is None.
             span: Part of the run over which the schedule extends; it converts durations.
         """
 
     def build(self, length: RunLength) -> Any:
-        """Return the schedule as a Classy scheduler, for a run of this length."""
+        """Return a Classy scheduler; raise UserError if the durations do not fit into the run."""
         start = 0.0 if self.start is None else self.start
         warmup = min(steps_in(self.warmup, length) / length.total_steps, 1.0)
         fixed = self.warmup_interval != "rescaled"
@@ -101,8 +101,9 @@ class ScheduleConfig:
             schedule = self._rise(start)
         else:
             span = Span(length, 0.0 if fixed else warmup)
-            after = self.curve(start, start if self.end is None else self.end, span)
-            schedule = after if isinstance(after, ParamScheduler) else Curve(after)
+            make = partial(self.curve, start, start if self.end is None else self.end, span)
+            after = make()
+            schedule = after if isinstance(after, ParamScheduler) else Curve(after, make)
             if warmup > 0.0:
                 rise = self._rise(schedule(warmup) if self.warmup_interval == "fixed" else start)
                 lengths = [warmup, 1.0 - warmup]
@@ -125,7 +126,7 @@ _RISES: dict[str, Callable[[float, float], Any]] = {
     "linear": schedulers.LinearParamScheduler,
     "cosine": schedulers.CosineParamScheduler,
     "exponential": geometric,
-    "constant": lambda start, end: Curve(lambda where: start),
+    "constant": lambda start, end: schedulers.ConstantParamScheduler(start),
 }
 """Shapes of the warm-up; ``constant`` keeps the start value, then jumps."""
 
@@ -197,7 +198,7 @@ class Exponential(ScheduleConfig):
 @register_schedule("polynomial")
 @dataclass(frozen=True, kw_only=True)
 class Polynomial(ScheduleConfig):
-    """Polynomial decay: ``end + (start - end) * (1 - where) ** power``."""
+    """Polynomial decay: ``end + (start - end) * (1 - progress) ** power``, after the warm-up."""
 
     power: float = setting(above=0)
     """Exponent; 0.9 in DeepLab, 1 is linear."""
@@ -215,7 +216,7 @@ class Step(ScheduleConfig):
     needs_end = False
 
     every: int | str = setting(duration=True, also=["step_size"])
-    """Time between reductions."""
+    """Time between reductions, counted from the start of the run."""
     factor: float = setting(0.1, above=0, also=["gamma"])
     """Factor at each reduction."""
 
@@ -234,7 +235,7 @@ class MultiStep(ScheduleConfig):
     needs_end = False
 
     milestones: list[int | str]
-    """Times of the reductions from the start, such as [60 epochs, 80 epochs]."""
+    """Times of the reductions from the start of the run, such as [60 epochs, 80 epochs]."""
     factor: float = setting(0.1, above=0, also=["gamma"])
     """Factor at each milestone."""
 
@@ -252,7 +253,7 @@ class MultiStep(ScheduleConfig):
 @register_schedule("inverse_sqrt")
 @dataclass(frozen=True, kw_only=True)
 class InverseSqrt(ScheduleConfig):
-    """``start * sqrt(warmup / where)`` after the warm-up (arXiv:1706.03762, section 5.3)."""
+    """``start * sqrt(warmup / step)`` from the end of the warm-up (arXiv:1706.03762, sec. 5.3)."""
 
     needs_end = False
 
@@ -280,7 +281,7 @@ class OneCycle(ScheduleConfig):
     first: float | None = None
     """Value at the first step; null: start / 25."""
     rise: int | str = setting("30%", duration=True, also=["pct_start"])
-    """Duration of the rise."""
+    """Duration of the rise from ``first`` to ``start``."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         yield from super().problems(config)
@@ -300,9 +301,9 @@ class WarmupStableDecay(ScheduleConfig):
     """Warm-up, constant, then a cooldown to end (WSD; Haegele et al., arXiv:2405.18392)."""
 
     cooldown: int | str = setting("20%", duration=True)
-    """Duration of the cooldown."""
+    """Duration of the cooldown, at the end of the run."""
     shape: Literal["linear", "cosine", "sqrt"] = "linear"
-    """Shape of the cooldown; sqrt: 1 - sqrt(progress)."""
+    """Shape of the cooldown; sqrt: 1 - sqrt(p) at progress p of the cooldown."""
 
     def curve(self, start: float, end: float, span: Span) -> Schedule:
         cooldown = span.fraction(self.cooldown)
@@ -312,11 +313,10 @@ class WarmupStableDecay(ScheduleConfig):
                 f"schedule wsd: a warm-up of {span.warmup:.0%} and a cooldown of {cooldown:.0%} of "
                 "the run leave no room; shorten one of them"
             )
-        remaining: Callable[[float], float] = _COOLDOWNS[self.shape]
 
         def value(where: float) -> float:
             progress = max(where - stable, 0.0) / (1.0 - stable)
-            return end + (start - end) * remaining(progress)
+            return end + (start - end) * _COOLDOWNS[self.shape](progress)
 
         return value
 
@@ -378,7 +378,7 @@ def milestone_problems(milestones: Sequence[int | str]) -> Iterator[str]:
 
 
 def build_schedule(value: float | dict[str, Any], length: RunLength) -> Any:
-    """Build the schedule of a config value.
+    """Build the schedule of a config value; raise UserError if it does not fit into the run.
 
     Args:
         value: A number for a constant schedule, or a section with the name of a schedule.

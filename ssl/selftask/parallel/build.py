@@ -26,7 +26,7 @@ def build_reduction(
     Args:
         config: The ``parallel`` section.
         low_precision: Dtype of the forward pass; None for float32.
-        overlap: See ``ManualReduction``.
+        overlap: As in ``ManualReduction``; other reductions ignore it.
     """
     if world_size() == 1:
         return Reduction()
@@ -56,7 +56,14 @@ def build_reduction(
 
 
 def synchronize(config: ParallelConfig, modules: list[nn.Module]) -> None:
-    """Make BatchNorm layers use the statistics of several ranks, if configured."""
+    """Make BatchNorm layers use the statistics of several ranks, if configured.
+
+    Every rank must call this function.
+
+    Raises:
+        UserError: If the ranks cannot be divided as configured, or a BatchNorm class is not one of
+            ``torch.nn``.
+    """
     if config.sync_batch_norm != "none" and world_size() > 1:
         ranks = form_groups(config.sync_batch_norm)
         for module in modules:
@@ -75,7 +82,7 @@ def save_activations(config: ParallelConfig, network: nn.Module) -> ActivationBu
         config sets a budget.
 
     Raises:
-        UserError: If the network has no blocks.
+        UserError: If activation checkpointing is configured and the network has no blocks.
     """
     asked = config.activation_checkpointing
     if asked == "none":

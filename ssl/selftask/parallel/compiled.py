@@ -32,7 +32,7 @@ def compile_blocks(network: nn.Module, options: CompileConfig) -> bool:
         True if the network has blocks.
 
     Raises:
-        UserError: If it has, and the backend is unknown.
+        UserError: If there are blocks and the backend is unknown.
     """
     blocks = find_blocks(network)
     for block in blocks:

@@ -26,9 +26,10 @@ _ADVICE = (
 class DDPReduction(Reduction):
     """DDP from the second step on; the first step is reduced manually to find unused parameters.
 
-    Parameters without a gradient are reported by name on every rank; with ``find_unused`` they keep
-    their values. Plain DDP would hang, or fail one step later and report parameter indices only. As
-    in the other reductions, buffers are not synchronized.
+    A parameter without a gradient raises RunError with its name; with ``find_unused`` it keeps its
+    value. After the first step, the method's own parameters may lack a gradient in either case.
+    Plain DDP would hang, or fail one step later and report parameter indices only. As in the other
+    reductions, buffers are not synchronized.
 
     Args:
         bucket_mb: Size of a bucket in MiB.

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import empty as empty_shards
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 from selftask.distributed.accelerator import forked_rng, is_accelerator
 from selftask.distributed.collectives import collective_device, host_group, is_primary, world_size
@@ -186,14 +187,11 @@ class FSDPReduction(Reduction):
         return MixedPrecisionPolicy(param_dtype=self._low, reduce_dtype=torch.float32)
 
     def full_state(self, state: Any) -> Any:
-        if isinstance(state, DTensor):
-            full = full_tensor(state)
+        def on_first_rank(shards: DTensor) -> Tensor:
+            full = full_tensor(shards)
             return full.cpu() if is_primary() else full.new_empty(0)
-        if isinstance(state, dict):
-            return type(state)((key, self.full_state(value)) for key, value in state.items())
-        if isinstance(state, list | tuple):
-            return type(state)(self.full_state(value) for value in state)
-        return state
+
+        return tree_map_only(DTensor, on_first_rank, state)
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         copies = [Replicate()] * (self._mesh.ndim - 1)

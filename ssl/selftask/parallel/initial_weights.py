@@ -43,7 +43,7 @@ class InitialWeights:
         return nullcontext()
 
     def to_device(self, module: nn.Module) -> nn.Module:
-        """Move a built module to the device and return it."""
+        """Move a built module to the device, in ``channels_last`` if set, and return it."""
         for part in module.modules() if self.channels_last else ():
             if isinstance(part, nn.Conv2d | nn.ConvTranspose2d):
                 part.to(memory_format=torch.channels_last)

@@ -50,9 +50,8 @@ class Bucket:
         self.parameters = parameters
         self.missing = set(parameters)  # not copied in yet in this step
         self._idle = idle
-        self.absent: list[
-            nn.Parameter
-        ] = []  # not idle, without a gradient on this rank in this step
+        # not idle, without a gradient on this rank in this step
+        self.absent: list[nn.Parameter] = []
         size = sum(p.numel() for p in parameters) + len(parameters)
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
         kept = sent = _split_like(self.flat, parameters)

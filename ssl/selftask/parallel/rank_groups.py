@@ -15,6 +15,9 @@ def rank_groups(which: str | int, key: str) -> list[list[int]]:
         which: ``all`` ranks, those of one ``node``, or a number of consecutive ranks.
         key: The config key, for error messages.
 
+    Returns:
+        The groups, each as a list of its ranks.
+
     Raises:
         UserError: If the ranks cannot be divided into groups of that size.
     """

@@ -44,12 +44,12 @@ class Reduction:
         """Average gradients over ranks, after the backward pass."""
 
     def discard(self) -> None:
-        """Forget gradients of an abandoned step that are kept outside of ``Parameter.grad``."""
+        """Discard gradients of an abandoned step that are kept outside of ``Parameter.grad``."""
 
     def full_state(self, state: Any) -> Any:
-        """Return a nested state whose sharded tensors are full on rank 0, and empty elsewhere.
+        """Return a nested state with full tensors on the CPU in place of sharded ones.
 
-        Every rank must call this method.
+        On ranks other than 0, these tensors have no elements. Every rank must call this method.
         """
         return state
 

@@ -29,7 +29,11 @@ from selftask.parallel.rank_groups import rank_groups
 
 
 class Ranks:
-    """Ranks whose samples are normalized together; copies of a module share one object."""
+    """Ranks whose samples are normalized together; copies of a module share one object.
+
+    Args:
+        group: Process group of these ranks; None for all ranks.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group

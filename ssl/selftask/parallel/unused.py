@@ -31,7 +31,7 @@ def count_ranks(present: Sequence[bool], group: dist.ProcessGroup | None = None)
 
 
 def set_flags(flags: Tensor, absent: Iterable[int]) -> None:
-    """Set flags to zero at the ``absent`` indices and to one elsewhere, without a device sync."""
+    """Set flags (N,) to 0 at the indices ``absent`` and to 1 elsewhere, without a device sync."""
     flags.fill_(1)
     for index in absent:
         flags[index] = 0

@@ -22,15 +22,17 @@ class Assumptions:
 
     Args:
         samples: Number of training images; None to count those of ``data``.
-        side: Height and width of images in pixels, for views that keep their size.
-        classes: Number of classes.
-        channels: Number of image channels.
+        side: Height and width of images in pixels, for views that keep their size. None takes the
+            longer side of the first image.
+        classes: Number of classes. None takes that of the data, or 1000 with ``samples``.
+        channels: Number of image channels; None: that of the data, with ``samples`` 3.
         memory: Memory of a rank's device in bytes; None if unknown.
         mtbf: Mean time between failures of one node, in seconds.
         write_speed: Speed at which checkpoints are written, in bytes per second.
         images_per_s: Throughput of all ranks in images per second; None if unknown.
-        measured_on: Device on which the throughput of one rank was measured; None if it was given.
-        price_per_hour: Price of one rank for an hour, in any currency.
+        measured_on: Device on which the throughput of one rank was measured; None if it was given
+            or is unknown.
+        price_per_hour: Price of one rank for an hour, in any currency; None if unknown.
     """
 
     samples: int | None = None
@@ -48,8 +50,11 @@ class Assumptions:
 def take_assumptions(words: list[str]) -> tuple[list[str], Assumptions]:
     """Split ``key=value`` words into overrides of the config and assumptions of the plan.
 
+    Returns:
+        The words whose key is not that of an assumption, and the assumptions.
+
     Raises:
-        UserError: If a value of the plan is invalid.
+        UserError: If the value of an assumption is invalid.
     """
     rest: list[str] = []
     values: dict[str, Any] = {}

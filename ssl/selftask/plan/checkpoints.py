@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from selftask.config.schema import Config
 from selftask.distributed.simulated import SIMULATED
@@ -27,8 +27,8 @@ class CheckpointPlan:
         write_s: Time to write a checkpoint, in seconds.
         mtbf_s: Mean time between failures of the whole job, in seconds.
         interval_s: Interval between checkpoints that loses the least time (Daly), in seconds.
-        lost: Share of the time that is lost at this interval, to writing checkpoints and to
-            repeating steps after failures.
+        lost: Share of the time that is lost at this interval, 0 to 1: to writing checkpoints, to
+            restarts, and to repeating steps after failures.
     """
 
     size: int
@@ -39,10 +39,10 @@ class CheckpointPlan:
 
 
 def checkpoint_size(task: FakeTask) -> int:
-    """Return the size of a checkpoint file in bytes.
+    """Return the size of a checkpoint file of all ranks, in bytes.
 
-    It is the sum of the file with empty tensors, the tensors, and the generator states of the other
-    ranks.
+    Nothing is written. The sizes of the file with empty tensors, of the tensors, and of the
+    generator states of the other ranks are added.
     """
     with SIMULATED.of(1), task.mode:
         state = task_state.take(task)
@@ -50,18 +50,16 @@ def checkpoint_size(task: FakeTask) -> int:
     empty: dict[int, Tensor] = {}  # storage -> empty tensor that replaces it
     size = 0
 
-    def emptied(value: Any) -> Any:
+    def emptied(tensor: Tensor) -> Tensor:
         nonlocal size
-        if not isinstance(value, Tensor):
-            return value
-        storage = value.untyped_storage()
+        storage = tensor.untyped_storage()
         if storage._cdata not in empty:
-            empty[storage._cdata] = torch.empty(0, dtype=value.dtype)
+            empty[storage._cdata] = torch.empty(0, dtype=tensor.dtype)
             size += storage.nbytes()
         return empty[storage._cdata]
 
     of_other_ranks = (task.world.size - 1) * _file_size(process_state.rng_state())
-    return _file_size(tree_map(emptied, state)) + size + of_other_ranks
+    return _file_size(tree_map_only(Tensor, emptied, state)) + size + of_other_ranks
 
 
 def _file_size(state: Any) -> int:
@@ -88,7 +86,12 @@ def plan_checkpoints(size: int, config: Config, *, mtbf_s: float, speed: float) 
 
 
 def daly(write: float, mtbf: float) -> float:
-    """Return Daly's checkpoint interval, given the time to write a checkpoint; all in seconds."""
+    """Return the checkpoint interval of Daly's eq. 37 in seconds; see ``plan_checkpoints``.
+
+    Args:
+        write: Time to write a checkpoint, in seconds.
+        mtbf: Mean time between failures of the job, in seconds.
+    """
     if write >= 2 * mtbf:
         return mtbf
     ratio = write / (2 * mtbf)
@@ -96,7 +99,7 @@ def daly(write: float, mtbf: float) -> float:
 
 
 def lost_share(interval: float, write: float, mtbf: float) -> float:
-    """Return the share of lost time in Daly's model, eq. 20.
+    """Return the share of lost time, 0 to 1, in Daly's model (eq. 20; see ``plan_checkpoints``).
 
     A restart is assumed to take as long as writing a checkpoint.
 

@@ -23,8 +23,8 @@ def plan_data(config: Config, assumptions: Assumptions) -> FakeData:
         assumptions: Assumptions of the plan; the data is not opened if they contain ``samples``.
 
     Raises:
-        UserError: If the data cannot be opened and no number of samples is given, if the samples
-            do not fill a batch, or if the size of a view is unknown.
+        UserError: If no number of samples is given and the data cannot be opened or does not fit
+            the config, if the samples do not fill a batch, or if the size of a view is unknown.
     """
     if assumptions.samples is not None:
         steps_per_epoch(assumptions.samples, config.train.batch_size)  # raises if there is none
@@ -44,7 +44,7 @@ def plan_data(config: Config, assumptions: Assumptions) -> FakeData:
         config,
         sampler.num_samples,
         len(source),
-        channels_of(source),
+        assumptions.channels or channels_of(source),
         assumptions.classes or source.num_classes,
         assumptions.side or _missing_side(config, source),
         source.describe(),
@@ -52,7 +52,7 @@ def plan_data(config: Config, assumptions: Assumptions) -> FakeData:
 
 
 def _missing_side(config: Config, source: Source | None) -> int | None:
-    """Return the longer side of the first image if views keep its size, else None.
+    """Return the longer side of the first image in pixels if views keep its size, else None.
 
     Raises:
         UserError: If views keep the size and there is no source.

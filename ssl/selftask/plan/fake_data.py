@@ -28,7 +28,8 @@ class FakeData:
         num_images: Number of training images.
         channels: Number of image channels.
         num_classes: Number of classes; 0 without labels.
-        side: Height and width in pixels of views that keep the size of the images.
+        side: Height and width in pixels of views that keep the size of the images; None if there
+            are none.
         origin: Text on the origin of the numbers.
     """
 
@@ -52,7 +53,7 @@ class FakeData:
 
     @cached_property
     def sides(self) -> dict[str, int]:
-        """Height and width of the views by group; 0 if they are unknown."""
+        """Height and width of the views by group, in pixels; 0 if they are unknown."""
         numbers = num_views(self.config.views)
         return {
             name: output_side(group.transforms) or self.side or 0
@@ -61,7 +62,10 @@ class FakeData:
         }
 
     def views(self, size: int, device: torch.device) -> dict[str, list[Tensor]]:
-        """Return random views (size, C, H, W) by group, channels last as from the loader."""
+        """Return random views by group, each (size, C, H, W), float32, uniform in [0, 1).
+
+        Their memory format is channels last, as from the loader.
+        """
         numbers = num_views(self.config.views)
         shape = (size, self.channels)
         return {
@@ -73,12 +77,12 @@ class FakeData:
         }
 
     def batch(self, views: dict[str, list[Tensor]], size: int, device: torch.device) -> Batch:
-        """Return a batch with the given views; labels, indices and draws are real tensors.
+        """Return a batch with the given views; all its other tensors are real.
 
         Args:
             views: Views by group, each (B, C, H, W); they may be fake tensors.
             size: Number of samples, B.
-            device: Device of the batch.
+            device: Device of the other tensors, except for ``key``, which is on the CPU.
         """
         index = torch.arange(size) % self.num_images
         key = torch.stack([torch.zeros_like(index), index], dim=1)
@@ -96,7 +100,7 @@ class FakeData:
         return {}
 
     def _extras(self, size: int, device: torch.device) -> Extras:
-        """Return the captions or numbers that the method requires."""
+        """Return the captions (B, L) or numbers (B,) that the method requires, if any."""
         method, extras = self.config.method, Extras()
         if "captions" in required(method.name):  # (B, L) token ids, of half the maximum length
             tokens = torch.zeros(size, self.tokenizer.length, dtype=torch.int64, device=device)

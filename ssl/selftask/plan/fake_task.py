@@ -75,7 +75,7 @@ class FakeTask(Task):
 
     @property
     def teachers(self) -> list[nn.Module]:
-        """Networks of all teachers."""
+        """Networks of the method's EMA teachers and frozen models."""
         return [part.network for part in self.loss.modules() if isinstance(part, Teacher | Frozen)]
 
     @property
@@ -89,11 +89,15 @@ class FakeTask(Task):
         return state_of_optimizers(self)
 
     def read(self, size: int, steps: int = 1) -> list[Batch]:
-        """Set ``batches`` to those of the next ``steps`` steps, ``size`` samples each; return them.
+        """Set ``batches`` to the batches of the next steps, and return them.
 
         All steps have the same views. As in a run, the method prepares each batch when the step
         reads it. This is done outside the fake tensor mode, since masks are drawn on the host and
         need values.
+
+        Args:
+            size: Number of samples in a batch.
+            steps: Number of steps; with accumulation, each has several batches.
         """
         with self.mode:
             number = self.config.train.accumulate

@@ -23,9 +23,9 @@ _BLOCK_SECONDS, _MOST_STEPS = 0.5, 20  # target length of a block; maximum numbe
 def measure(config: Config, data: FakeData) -> tuple[float, torch.device]:
     """Time one rank on its share of the batch; return its images per second and its device.
 
-    The images are random and already on the device, so loading and communication are not measured.
-    The first step is not timed. As in a run, the host waits for the device only after several
-    steps.
+    An image counts once, whatever its number of views. The views are random and already on the
+    device, so loading and communication are not measured. The first step does not count. As in a
+    run, the host waits for the device only after several steps.
     """
     device = pick_device(config.train.device, World())
     per_rank = config.train.batch_size // config.launch.world_size

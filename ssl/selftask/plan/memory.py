@@ -25,8 +25,8 @@ class RankMemory:
     """Memory of one rank at the peak of a step, in bytes.
 
     Args:
-        of: Bytes by kind.
-        largest_gather: Size of the largest all-gather of parameters; 0 without FSDP.
+        of: Bytes of device memory by kind; kinds without any are left out.
+        largest_gather: Bytes of the largest all-gather of parameters; 0 without FSDP.
         on_host: Bytes that ``parallel.cpu_offload`` keeps in host memory.
     """
 
@@ -39,7 +39,7 @@ class RankMemory:
         return sum(self.of.values())
 
     def fits(self, memory: float) -> bool:
-        """Return whether a device with ``memory`` bytes is large enough."""
+        """Return whether the total is at most 95 % of a device's ``memory`` bytes."""
         return self.total <= USABLE * memory
 
 

@@ -14,8 +14,8 @@ class Part:
     """Number of parameters of one part.
 
     Args:
-        name: Name of the part, such as ``backbone``, ``head`` or ``teacher``.
-        trained: Number of parameters that the optimizer updates.
+        name: Name of the part, such as ``backbone``, ``method simclr`` or ``teacher``.
+        trained: Number of parameters that an optimizer updates.
         frozen: Number of all other parameters.
     """
 

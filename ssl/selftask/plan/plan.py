@@ -49,10 +49,6 @@ class Plan:
     checkpoints: CheckpointPlan
 
     @property
-    def samples_per_step(self) -> int:
-        return self.length.batch_size * self.length.accumulate
-
-    @property
     def flops(self) -> float:
         """FLOPs of the whole run; a multiply-add counts as two."""
         samples = self.length.total_batches * self.length.batch_size
@@ -67,14 +63,17 @@ class Plan:
 
     @property
     def price(self) -> float | None:
-        """Price of all ranks for the whole run; None if time or hourly price is unknown."""
+        """Price of all ranks for the whole run, in the currency of ``price_per_hour``.
+
+        None if time or hourly price is unknown.
+        """
         if self.seconds is None or self.assumptions.price_per_hour is None:
             return None
         ranks = self.config.launch.world_size
         return self.seconds / 3600 * ranks * self.assumptions.price_per_hour
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all results as plain values, in bytes and seconds."""
+        """Return all results as values for JSON, in bytes, seconds and FLOPs; unknown ones None."""
         launch, length, memory = self.config.launch, self.length, self.assumptions.memory
         return {
             "recipe": self.config.recipe,
@@ -83,7 +82,7 @@ class Plan:
             "batch_size": length.batch_size,
             "batch_size_of_a_rank": length.batch_size // launch.world_size,
             "accumulate": length.accumulate,
-            "samples_per_step": self.samples_per_step,
+            "samples_per_step": self.length.samples_per_step,
             "steps": length.total_steps,
             "epochs": length.total_steps / length.steps_per_epoch,
             "parameters": [dataclasses.asdict(part) for part in self.parts],
@@ -101,7 +100,7 @@ class Plan:
 
 
 def make_plan(config: Config, assumptions: Assumptions, *, measured: bool = False) -> Plan:
-    """Plan a run. Tensors are fake, and no process group is needed.
+    """Plan a run from a simulated step; no process group is needed.
 
     Args:
         config: Config of the run.

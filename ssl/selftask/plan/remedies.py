@@ -32,7 +32,8 @@ class Remedy:
 def remedies(plan: Plan) -> list[Remedy]:
     """Return config changes, each of which by itself makes the run fit into memory.
 
-    The list is empty if the run fits already, no change helps or the memory of a device is unknown.
+    Of each kind of change, only the first that fits is returned, such as the largest batch. The
+    list is empty if the run fits already, no change helps, or the memory of a device is unknown.
     """
     memory = plan.assumptions.memory
     if memory is None or plan.memory.fits(memory):

@@ -22,8 +22,8 @@ class Unit:
 
     Args:
         shard: Shard of one rank.
-        trained_shard: Trained parameters in the shard.
-        gathered: All parameters, in the precision in which they are gathered.
+        trained_shard: Trained parameters in the shard of one rank.
+        gathered: All parameters with padding, in the precision in which they are gathered.
         trained: Trained parameters in float32.
     """
 
@@ -56,7 +56,7 @@ class Units:
         return max(unit.gathered for unit in self.all())
 
     def in_a_pass(self, ahead: int) -> int:
-        """Return the bytes of gathered parameters during a pass.
+        """Return the maximum bytes of gathered parameters during a pass.
 
         Args:
             ahead: Number of blocks that are gathered in addition to the current one.
@@ -79,7 +79,7 @@ def units_of(network: nn.Module, config: Config, task: FakeTask) -> Units:
     Args:
         network: The network or a teacher.
         config: Config of the run, which sets the number of shards.
-        task: The fake task, for its precision.
+        task: The fake task, for its autocast precision.
     """
     ranks, low = shard_size(config), task.low_precision is not None
     blocks = find_blocks(network)

@@ -31,11 +31,12 @@ class StepCost:
     Args:
         at_peak: Bytes at the peak of memory, by kind.
         activations: Largest size of activations during the step, in bytes.
-        flops: FLOPs of one image by phase (forward, backward, teacher); a multiply-add counts as
-            two.
+        flops: FLOPs of one sample with all its views, by phase: ``forward``, ``backward``, and
+            ``teacher`` for passes without gradients. A multiply-add counts as two.
         sent: Bytes that loss and BatchNorm send in a step, by collective.
         passes: Number of forward passes through the blocks of the network in a step.
-        teacher_passes: Number of forward passes through the blocks of each teacher in a step.
+        teacher_passes: Number of forward passes through the blocks of a teacher in a step; the
+            largest of all teachers.
     """
 
     at_peak: dict[str, int]
@@ -59,7 +60,7 @@ def simulate(task: FakeTask, images: int) -> StepCost:
 
     Args:
         task: A task created by ``fake_task``.
-        images: Number of images in one batch of this rank.
+        images: Number of samples in one batch of this rank.
     """
     _begin(task)
     tracker = StepTracker()

@@ -55,7 +55,7 @@ class StepTracker(TorchDispatchMode):
             entry[0] = kind
 
     def reset_peak(self) -> None:
-        """Set the peaks to the current memory, and the FLOPs to 0."""
+        """Set the peak to the current memory; set the largest activations and the FLOPs to 0."""
         self.peak, self.at_peak, self.most_activations = self.total, dict(self.live), 0
         self.flops.clear()
 
@@ -96,10 +96,9 @@ class StepTracker(TorchDispatchMode):
 def _convolution_backward(
     gradient: Tensor, images: Tensor, weight: Tensor, *options: Any, out_val: Any
 ) -> int:
-    """Return the FLOPs: as many as in the forward pass for each requested gradient.
+    """Return the FLOPs of a convolution's backward pass.
 
-    The gradients of images and of the weight may be requested.
-
+    Each requested gradient, of the input or of the weight, costs as much as the forward pass.
     torch's own formula counts the weight gradient of a grouped convolution as if it had one group.
     """
     transposed, asked = options[4], options[-1]

@@ -82,7 +82,7 @@ def _compute(plan: Plan) -> Rows:
             )
     total = sum(flops.values())
     yield "all, an image", f"{show_count(total)}FLOP"
-    yield "a step, all ranks", f"{total * plan.samples_per_step:.3g} FLOP"
+    yield "a step, all ranks", f"{total * plan.length.samples_per_step:.3g} FLOP"
     yield "the run", f"{plan.flops:.3g} FLOP"
 
 

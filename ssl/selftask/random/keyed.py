@@ -94,13 +94,13 @@ class Keep(NamedTuple):
     """Keep probability and scale of a dropout or stochastic depth layer."""
 
     probability: float = 1.0
-    """Probability that the row is kept."""
+    """Probability that an element (dropout) or a row (stochastic depth) is kept."""
     scale: float = 1.0
-    """Factor of a row that is kept; dropped rows have the factor 0."""
+    """Factor of kept values; dropped values have the factor 0."""
 
 
 class LayerDraws:
-    """Random words for dropout layers, a function of (seed, epoch, sample, view, layer).
+    """Random words of 64 bits for dropout layers: functions of (seed, epoch, sample, view, layer).
 
     There is one object per process. ``draw`` draws all words of a batch on the host, ahead of the
     step. ``words`` is set before each forward pass of a backbone, and each layer reads its own row
@@ -140,7 +140,7 @@ class LayerDraws:
         """Draw the words of a batch; loader processes call this method, too.
 
         Args:
-            key: (B, 2), as given by the loader.
+            key: int64 (B, 2), epoch and index of each sample, as given by the loader.
             num_views: Number V of views of each sample.
 
         Returns:
@@ -155,9 +155,9 @@ class LayerDraws:
         """Begin a batch, and set the words for its first view.
 
         Args:
-            key: (B, 2), on the CPU, as given by the loader.
+            key: int64 (B, 2), on the CPU, as given by the loader.
             device: Device of the network.
-            table: Result of ``draw``, on the device. None: the words are drawn now.
+            table: Result of ``draw``, on ``device``. None: the words are drawn now.
         """
         self._key, self._exchange = key, None
         self._table = self._drawn(device) if table is None else table
@@ -184,8 +184,8 @@ class LayerDraws:
     def enter_next(self, rows: int) -> None:
         """Set the words for the next forward pass of a network call, over ``rows`` images.
 
-        If ``rows`` is not a multiple of the number of samples, the words do not change, and dropout
-        layers warn. Outside of a batch this has no effect.
+        If ``rows`` is not a multiple of the batch's number of samples, the words do not change.
+        Outside of a batch this has no effect.
         """
         if self._table is not None:
             number, rest = divmod(rows, self._table.shape[2])
@@ -212,7 +212,11 @@ class LayerDraws:
     def factors(self, layer: int, dtype: torch.dtype) -> Tensor:
         """Return the factor of each row (N,) for a layer that keeps or drops whole rows.
 
-        The first call of a forward pass computes the factors of all layers.
+        The first call of a forward pass with this dtype computes the factors of all layers.
+
+        Args:
+            layer: Number of the layer.
+            dtype: Type of the rows, and of the result.
         """
         assert self.words is not None
         if dtype not in self._factors:
@@ -234,8 +238,8 @@ class LayerDraws:
         """Context manager for forward passes whose samples were exchanged or selected.
 
         Args:
-            exchange: Function that exchanges the rows of a tensor (B, ...) in the same way, such as
-                ``shuffle_bn``. It is applied to the words.
+            exchange: Function that exchanges or selects rows of a tensor (B, ...) in the same way,
+                such as ``shuffle_bn``. It is applied to the words.
         """
         with self._restored():
             if self._table is not None:
@@ -253,7 +257,7 @@ class LayerDraws:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager without words, for a network whose dropout layers are disabled."""
+        """Context manager in which ``words`` is None, for a network with disabled dropout."""
         with self._restored():
             self.stop()
             yield

@@ -16,11 +16,11 @@ _MASK = (1 << 64) - 1
 
 
 def philox(counter: list[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
-    """Return the four uint64 words of each block, of the shape of ``counter``.
+    """Return the four words of each block, as uint64 arrays of the shape of the counters.
 
     Args:
-        counter: Four uint64 arrays of one shape, the lowest word first.
-        key: Two words of 64 bits.
+        counter: Counters of the blocks: four uint64 arrays of one shape, the lowest word first.
+        key: Two integers of 64 bits.
     """
     a, b, c, d = counter
     for number in range(ROUNDS):

@@ -20,7 +20,10 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of all global generators, as tensors and plain Python values."""
+    """Return the states of the generators of Python, NumPy, torch and the accelerator.
+
+    They are tensors and plain Python values.
+    """
     version, key, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
     name, keys, position, has_gauss, cached = numpy_state

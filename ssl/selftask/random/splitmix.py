@@ -19,7 +19,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def hash_words(*words: int) -> int:
-    """Hash integers to 64 bits: one step of splitmix64 for each word."""
+    """Hash integers to one integer in [0, 2**64): one step of splitmix64 for each word."""
     state = 0
     for word in words:
         state = (state + (word & MASK) + GOLDEN) & MASK
@@ -47,6 +47,9 @@ def splitmix64(start: Tensor, position: Tensor) -> Tensor:
     Args:
         start: int64 of any shape, the state before the first number.
         position: int64, from 0; broadcast with ``start``.
+
+    Returns:
+        int64, of the broadcast shape.
     """
     bits = start + (position + 1) * as_signed(GOLDEN)  # int64 wraps around modulo 2**64
     bits = (bits ^ shift_right(bits, 30)) * as_signed(_FIRST)
@@ -60,5 +63,5 @@ def shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def as_signed(word: int) -> int:
-    """Return the int64 that has the same 64 bits."""
+    """Return the signed 64-bit integer that equals ``word`` modulo 2**64."""
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -58,7 +58,7 @@ def draw_at(rng: np.random.Generator, block: int) -> float:
     """Return the first draw of a block of the stream of ``rng``, in [0, 1).
 
     Blocks have four draws and are numbered from 0. The position of ``rng`` has no effect and does
-    not change. If ``rng`` is not a Philox generator, its next draw is returned.
+    not change. A generator other than Philox has no blocks: its next draw is returned.
     """
     state: Any = rng.bit_generator.state
     if state["bit_generator"] != "Philox":
@@ -72,7 +72,7 @@ def draw_at(rng: np.random.Generator, block: int) -> float:
 def uniforms(
     seed: int, epochs: np.ndarray, indices: np.ndarray, view: int, count: int, start: int = 0
 ) -> np.ndarray:
-    """Return uniform draws of many streams, bit-identical to those of ``draw_rng``.
+    """Return uniform draws of many streams, bit-identical to ``draw_rng(...).random()``.
 
     Args:
         seed: Seed of the run.
@@ -113,7 +113,12 @@ class Streams:
         self._positions = np.zeros(len(indices), dtype=np.int64)
 
     def random(self, count: int, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return the next ``count`` draws (R, count) of all streams, or of those in ``rows``."""
+        """Return the next ``count`` draws of each stream, float64 (R, count) in [0, 1).
+
+        Args:
+            count: Number of draws.
+            rows: int64 (R,), numbers of the streams, without repetition; None for all N.
+        """
         some = np.arange(len(self._positions)) if rows is None else rows
         positions = self._positions[some, None] + np.arange(count)
         while len(some) and positions.max() >= self._draws.shape[1]:

@@ -2,7 +2,8 @@
 
 ``METHODS["moco"]`` finds the file of the package that contains ``@register_method("moco")``,
 imports it and returns the registered class. Names, summaries and declarations are read from
-source, so listing names and checking a config import nothing.
+source, so listing names and checking a config do not import the files of the package. Code outside
+of the package registers entries when it is imported.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Registry:
 
     Args:
         kind: Name of the kind, such as method or hook.
-        package: Package whose files register entries.
+        package: Package or module whose files register entries; other code may, too.
         declares: Name of a class attribute that every entry must set, and its allowed values, each
             with its meaning. None: no attribute is required.
         build: Signature and result of the method, such as ``build``, that every entry must have,
@@ -67,9 +68,12 @@ class Registry:
     def register(self, name: str) -> Callable[[T], T]:
         """Return a decorator that registers a class or function as ``name``.
 
+        A class or function may replace itself, as after a reload of its module.
+
         Raises:
-            UserError: If the name is missing or taken, or a required class attribute or method is
-                missing.
+            UserError: If the name is missing. The decorator raises it if the name is taken, a
+                required class attribute is missing or has another value than the allowed ones, or a
+                required method is missing.
         """
         caller = sys._getframe(1)  # the line of the decorator, as in the index
         here = Address(
@@ -93,7 +97,10 @@ class Registry:
         return add
 
     def _taken(self, name: str, entry: Any, here: Address) -> Address | None:
-        """Return the address of another entry with this name, or None; reloads are allowed."""
+        """Return the address of another entry with this name, or None.
+
+        An entry of the same module and qualified name, as after a reload, is no other entry.
+        """
         if name in self._registered:
             other = self._registered[name]
             same = (other.__module__, other.__qualname__) == (entry.__module__, entry.__qualname__)
@@ -136,7 +143,7 @@ class Registry:
         return self._registered[name]
 
     def imported(self, name: str) -> Any | None:
-        """Return the entry registered as ``name``, or None if its module is not imported yet."""
+        """Return the entry registered as ``name``; None if unknown or not imported yet."""
         return self._registered.get(name)
 
     def __contains__(self, name: str) -> bool:
@@ -146,7 +153,7 @@ class Registry:
         return iter(self.names())
 
     def names(self) -> list[str]:
-        """Return all names, sorted, without importing anything."""
+        """Return all names, sorted, without importing the modules of their entries."""
         return sorted({*self._index(), *self._registered})
 
     def address(self, name: str) -> Address:
@@ -159,8 +166,11 @@ class Registry:
     def summary(self, name: str) -> str:
         """Return the first docstring line of ``name``, or else of its module, read from source.
 
-        For an object that is registered by a call instead of a decorator, it is read from the
-        object itself.
+        For an entry that code outside of the package has registered, it is that of the object
+        itself. It is empty without a docstring.
+
+        Raises:
+            UnknownName: If there is no such name.
         """
         if name in self._registered and name not in self._index():
             return (inspect.getdoc(self._registered[name]) or "").partition("\n")[0]
@@ -169,9 +179,10 @@ class Registry:
         return doc.partition("\n")[0]
 
     def declared(self, name: str, attribute: str, default: Any) -> Any:
-        """Return a class attribute of ``name`` that is a literal, such as ``views = 2``.
+        """Return a class attribute of ``name``, such as ``views = 2``.
 
-        If the module is not imported, the value is read from the source of the class or a base.
+        If the module is not imported, the value is read from the source of the class or a base, and
+        must be a literal.
 
         Args:
             name: Name of a component.
@@ -201,6 +212,9 @@ class Registry:
         """Return the registered class or function, or its source if its module is not imported.
 
         The source of a class is a ClassSource; that of a function is None.
+
+        Raises:
+            UnknownName: If there is no such name.
         """
         if name in self._registered:
             return self._registered[name]
@@ -215,7 +229,7 @@ class Registry:
         """Return the syntax tree of a class or function, without importing it.
 
         Raises:
-            UserError: If its file has no definition decorated with this name.
+            UserError: If the name is unknown, or its file has no definition decorated with it.
         """
         return definition(self.address(name).path, f"register_{self.kind}({name!r})")
 
@@ -236,11 +250,11 @@ class Registry:
 
 
 REDUCTIONS = {
-    "samples": "the loss is a mean over samples, to each of which the others are nothing",
+    "samples": "the loss is a mean over samples, each independent of the others",
     "gathered": "the loss compares samples with those of all ranks, gathered with gradient",
     "statistics": "sums over the samples of all ranks enter the loss",
 }
-"""Values of ``Method.loss_reduction``, verified by ``selftask check``."""
+"""Values of ``Method.loss_reduction`` and their meanings; ``selftask check`` verifies them."""
 
 REQUIREMENTS = {
     "tokens": "patch tokens of a transformer",
@@ -256,7 +270,7 @@ REQUIREMENTS = {
     "captions": "captions",
     "numbers": "the numbers named by `method.targets`",
 }
-"""Values of ``Method.requires``, checked by ``config.checks.requirements``."""
+"""Values of ``Method.requires`` and their meanings; see ``config.checks.requirements``."""
 
 METHODS = Registry("method", "selftask.methods", declares=("loss_reduction", REDUCTIONS))
 TASKS = Registry("task", "selftask.task")
@@ -300,7 +314,7 @@ REGISTRIES: dict[str, Registry] = {
         *(TOKENIZERS, TRANSFORMS, OPTIMIZERS, SCHEDULES, METERS, EVALUATIONS),
     )
 }
-"""Registries by the plural of their kind, as in ``selftask list``."""
+"""Registries by the plural of their kind, as in ``selftask list``; all but BATCHED_TRANSFORMS."""
 
 register_method = METHODS.register
 register_task = TASKS.register

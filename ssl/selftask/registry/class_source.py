@@ -27,6 +27,8 @@ class ModuleSource:
     """Parsed source of a module, as returned by ``module_source``.
 
     Attributes:
+        name: Dotted name of the module.
+        path: Its file.
         statements: Name -> the statement at the top level of the module that binds it.
     """
 
@@ -35,7 +37,7 @@ class ModuleSource:
         self.statements = {name: node for node in parse(path).body for name in bound_names(node)}
 
     def member(self, name: str) -> ClassSource | ModuleSource | None:
-        """Return the class or module of this package that a name refers to, or None."""
+        """Return the class or module of this top-level package that a name refers to, or None."""
         statement = self.statements.get(name)
         if isinstance(statement, ast.ClassDef):
             return ClassSource(self, statement)
@@ -67,7 +69,7 @@ class ClassSource(NamedTuple):
     node: ast.ClassDef
 
     def bases(self) -> list[ClassSource]:
-        """Return the direct bases in the package."""
+        """Return the direct bases that are in the same top-level package."""
         bases = (self.module.find(base) for base in self.node.bases)
         return [base for base in bases if isinstance(base, ClassSource)]
 
@@ -124,6 +126,10 @@ def module_source(name: str) -> ModuleSource | None:
 def definition(path: Path, registration: str) -> ast.ClassDef | ast.FunctionDef:
     """Return the syntax tree of the class or function that is decorated with ``registration``.
 
+    Args:
+        path: The file.
+        registration: The call in the decorator, such as ``register_hook('timing')``.
+
     Raises:
         UserError: If the file has none.
     """
@@ -145,7 +151,7 @@ def class_source(module: str, path: Path, registration: str) -> ClassSource | No
 
 @cache
 def is_dataclass(node: ast.ClassDef) -> bool:
-    """Return whether a class is decorated as a dataclass."""
+    """Return whether a class has a decorator with ``dataclass`` in its text."""
     return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 

@@ -27,7 +27,7 @@ class Curve:
         values: One value for each step.
         color: Index of the color, which related curves share. Default: by position.
         thin: If True, drawn as a thin line, for example for one of several seeds.
-        clock: Key of the Clock in ``clocks`` that gives epochs and time of this curve.
+        clock: Key in ``clocks`` of ``charts_html``, for epochs and time of this curve.
     """
 
     label: str
@@ -54,7 +54,7 @@ class Chart:
         title: Heading of the chart.
         curves: The curves.
         lines: Horizontal lines.
-        format: Format of values.
+        format: Format of values; ``percent`` is for shares from 0 to 1.
         note: One line below the title.
         smooth: If False, the page's smoothing does not apply, for example to a schedule.
         from_zero: If True, the y axis starts at 0.
@@ -127,7 +127,7 @@ def thinned(
 
     Returns:
         Steps and values, which are rounded to six significant digits. Values that are not finite
-        are never minima or maxima and become None.
+        become None; they are kept only as ends, or in parts without a finite value.
     """
     x, y = np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
     if len(x) > most:
@@ -160,7 +160,7 @@ def _chart(chart: Chart, most: int) -> dict[str, Any]:
 
 
 def _clock(clock: Clock) -> dict[str, list[Any]]:
-    """Return some points of a clock; the page interpolates between them."""
+    """Return up to 400 points of a clock; the page interpolates between them."""
     chosen = np.unique(np.linspace(0, len(clock.steps) - 1, 400).round().astype(int))
     return {
         "steps": [clock.steps[i] for i in chosen],
@@ -170,5 +170,5 @@ def _clock(clock: Clock) -> dict[str, list[Any]]:
 
 
 def _short(value: float) -> float | None:
-    """Round a value to six digits; return None if it is not finite."""
+    """Round a value to six significant digits; return None if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

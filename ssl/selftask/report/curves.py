@@ -173,13 +173,13 @@ def _evaluated(record: RunRecord) -> list[str]:
 
 
 def is_share(name: str, values: Sequence[float]) -> bool:
-    """Return True for an accuracy or a similar metric between 0 and 1."""
+    """Return True if a metric's name is that of an accuracy, and its values are from 0 to 1."""
     words = ("top1", "top5", "accuracy", "precision", "recall")
     return any(word in name for word in words) and all(0 <= value <= 1 for value in values)
 
 
 def _by_scale(record: RunRecord, title: str, names: list[str]) -> Iterator[Chart]:
-    """Yield charts, each with columns of similar magnitude."""
+    """Yield charts, each with columns whose median sizes differ by at most a factor ``SCALE``."""
     remaining = sorted(names, key=lambda name: _size(record, name))
     while remaining:
         least = _size(record, remaining[0])

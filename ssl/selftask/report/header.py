@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from selftask.config.values.budget import show_bytes
 from selftask.errors import plural
 from selftask.report.overview.durations import show_seconds
-from selftask.report.page import Section, render
+from selftask.report.page import Section, relative_address, render
 from selftask.report.record import FILES, RunRecord
 from selftask.report.record_forms import total_steps
 from selftask.report.verdict import Kind, verdict_of
@@ -85,12 +83,8 @@ def files_section(record: RunRecord, page: Path) -> Section:
 
 
 def _link(path: Path, page: Path, folder: str = "") -> tuple[str, str]:
-    """Return the address of a file relative to the page, empty on another drive, and its name."""
-    try:
-        relative = os.path.relpath(path.resolve(), page.resolve().parent)
-    except ValueError:
-        return "", f"{folder}{path.name}"
-    return quote(os.fsencode(relative)), f"{folder}{path.name}"
+    """Return the address of a file relative to the page, and its name."""
+    return relative_address(path, page.resolve().parent), f"{folder}{path.name}"
 
 
 def _summary(record: RunRecord) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Metrics over the hidden layers of the backbone, of the newest evaluation of several layers."""
+"""Metrics over the hidden layers of the backbone, each from its newest evaluation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def layers_section(record: RunRecord) -> Section:
 
 
 def layer_charts(record: RunRecord) -> list[Chart]:
-    """Return a chart of accuracies and a chart of each other metric, over layers."""
+    """Return a chart of accuracies and a chart of each other metric, at most 12, over layers."""
     curves = {curve.label: curve for curve in _curves(record)}.values()  # the newest of each name
     shares = [curve for curve in curves if is_share(curve.label, curve.values)]
     others = [Chart(curve.label, [curve]) for curve in curves if curve not in shares]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -138,6 +140,11 @@ def write_page(path: Path, title: str, sections: Sequence[Section], *, top: str 
     """
     with replacing(path) as temporary:
         temporary.write_text(page_html(title, sections, top=top), encoding="utf-8")
+
+
+def relative_address(path: Path, folder: Path) -> str:
+    """Return the address of a file in a page that is in ``folder``."""
+    return quote(os.fsencode(os.path.relpath(path.resolve(), folder.resolve())))
 
 
 def _unique(texts: Sequence[str]) -> list[str]:

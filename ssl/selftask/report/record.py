@@ -36,7 +36,7 @@ class Checkpoint:
     step: int
     path: Path
     size: int  # in bytes
-    why: str  # why it is kept: newest, best and its rank, permanent, or recent
+    why: str  # why it is kept: `newest`, `best` and its rank, `for good`, or `recent`
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,8 @@ class RunRecord:
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
     """Return the numeric columns of rows, in order of appearance.
 
-    If several rows have the same step, the last one is used.
+    The values of a column are in the order of steps. If several rows have the same step, the last
+    one is used.
     """
     columns: dict[str, Column] = {}
     ordered = True
@@ -298,12 +299,12 @@ def _in_order(column: Column) -> Column:
 
 
 def is_run(folder: Path) -> bool:
-    """Return True if a folder is a run folder, even an incomplete one."""
+    """Return True if a folder has a ``config.yaml``, a ``status.json`` or a ``log.txt``."""
     return any((folder / name).is_file() for name in ("config.yaml", "status.json", "log.txt"))
 
 
 def time_of(event: Mapping[str, Any]) -> datetime | None:
-    """Return the time of an event in this machine's time zone, or None if the event has no time."""
+    """Return the time of an event in this machine's time zone, or None if it has no valid time."""
     try:
         return datetime.fromisoformat(event["time"]).astimezone()
     except (KeyError, ValueError, OverflowError):

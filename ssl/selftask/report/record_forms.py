@@ -86,6 +86,6 @@ def total_steps(steps: Any, epochs: Any, row: Mapping[str, Any]) -> int | None:
 
 
 def valid_events(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Drop values of unexpected types; return the events, and the first error message or ""."""
+    """Drop values of unexpected types in place; return the events and the first message or ""."""
     problems = [problem for event in events for problem in drop_misfits(event, _EVENT)]
     return events, next(iter(problems), "")

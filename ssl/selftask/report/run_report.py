@@ -17,13 +17,12 @@ from selftask.report.time_spent import time_section
 NAME = "report.html"
 
 
-def run_sections(record: RunRecord, page: Path | None = None) -> list[Section]:
+def run_sections(record: RunRecord, page: Path) -> list[Section]:
     """Return the sections of a run's page that need neither its data nor its weights.
 
     Args:
         record: The run.
-        page: The file that the sections are written to; links are relative to it. Default:
-            ``report.html`` in the run folder.
+        page: The file that the sections are written to; links are relative to it.
     """
     return [
         curves_section(record),
@@ -32,7 +31,7 @@ def run_sections(record: RunRecord, page: Path | None = None) -> list[Section]:
         time_section(record),
         events_section(record),
         config_section(record),
-        files_section(record, page or record.folder / NAME),
+        files_section(record, page),
     ]
 
 

@@ -221,7 +221,7 @@ def _fall(loss: Column) -> Trend:
 
 
 def _gain(rows: Sequence[Mapping[str, Any]]) -> Trend:
-    """Compare the first and the last accuracy of an evaluation."""
+    """Compare the first and the last accuracy of an evaluation, of k-NN if there is one."""
     accuracies = _accuracies(rows)
     if not accuracies:
         return Trend(known=False)
@@ -272,7 +272,7 @@ def _narrower(columns: Mapping[str, Column]) -> list[Finding]:
 
 
 def data_wait(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of the training time spent waiting for data, or None if not known yet.
+    """Return the share (0 to 1) of training time spent waiting for data, or None if not known yet.
 
     The first row is ignored, since it includes the start of the workers.
     """

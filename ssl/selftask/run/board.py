@@ -30,7 +30,8 @@ class Board:
 
     Most operations of torch's store have no time limit: a client waits forever if rank 0 is
     stopped. Operations therefore run in a thread, and the caller gives up after ``limit_s``
-    seconds with ``BoardLost``. Rank 0 hosts the store and calls it directly.
+    seconds with ``BoardLost``. ``close`` ends the thread. Rank 0 hosts the store and calls it
+    directly.
 
     Every rank must create a board, since rank 0 broadcasts its address in the process group.
     """
@@ -54,20 +55,25 @@ class Board:
         )
         self._is_ours = kept is not None
         self._lost: BoardLost | None = None
-        self._asked: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]]
+        self._asked: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
         self._asked = SimpleQueue()
-        threading.Thread(target=self._serve, name="selftask board", daemon=True).start()
+        if not self._is_ours:
+            threading.Thread(target=self._serve, name="selftask board", daemon=True).start()
 
     @property
     def is_here(self) -> bool:
         """True if rank 0 is on this machine."""
         return bool(self.host == socket.gethostname())
 
+    def close(self) -> None:
+        """End the thread, after which the board must not be used."""
+        self._asked.put(None)
+
     def set(self, key: str, value: str) -> None:
         self._ask(self._store.set, key, value)
 
     def get(self, key: str) -> str:
-        """Return the value of an existing key."""
+        """Return the value of an existing key; for a missing one, wait for the store's timeout."""
         return str(self._ask(self._store.get, key).decode())
 
     def has(self, key: str) -> bool:
@@ -100,8 +106,8 @@ class Board:
             raise self._lost from error
 
     def _serve(self) -> None:
-        while True:
-            answer, operation, args = self._asked.get()
+        while asked := self._asked.get():
+            answer, operation, args = asked
             try:
                 answer.set_result(operation(*args))
             except BaseException as error:  # noqa: BLE001 - raised in the caller

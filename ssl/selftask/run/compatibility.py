@@ -37,6 +37,8 @@ _DATA_MAY_CHANGE = (
 def check_same_run(config: Config) -> None:
     """Raise UserError if training would resume a run in its folder that has another config.
 
+    It is also raised if the ``config.yaml`` there is damaged.
+
     The length of the run may change (train.epochs, train.max_steps). So may logging, checkpoints,
     hooks, evaluations, device, workers and other settings that are not compared, even if some of
     them affect the result (see ``allowed_changes``).
@@ -110,7 +112,7 @@ def _saved_config(out: Path) -> dict[str, Any]:
 
 
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config that determines the result of a run."""
+    """Return the part of a config that must stay the same in a resumed run."""
     fixed = {section: dict(config.get(section) or {}) for section in _SECTIONS}
     for key in _DATA_MAY_CHANGE:
         fixed["data"].pop(key, None)

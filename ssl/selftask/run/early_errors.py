@@ -32,8 +32,9 @@ _PRESENT = ("running", "finished")  # states of a run whose rank 0 has not ended
 def report_early_errors(out: str | Path) -> Iterator[None]:
     """Context that writes an error of this rank to ``out/errors``, where the other ranks read it.
 
-    The error is raised again. A single process writes nothing. Without this file, the other ranks
-    would wait until the launcher kills them, and would then be reported as the cause.
+    The error is raised again. A single process writes nothing. Without the file, the other ranks
+    would wait until the launcher kills them, and would then be reported as the cause. Files of this
+    rank from an earlier attempt are removed first.
     """
     world = read_world()
     path = _error_file(Path(out), world.rank)
@@ -150,7 +151,7 @@ def _end_process(rank: int, failure: Failure) -> NoReturn:
 
 
 def missing_ranks(out: Path, world: World) -> list[int]:
-    """Return the ranks that have not arrived in ``watch_others`` in this attempt."""
+    """Return the ranks but 0 that have not entered ``watch_others`` in this attempt."""
     files = {rank: _arrival_file(out, rank) for rank in range(1, world.size)}
     return [r for r, file in files.items() if read_json(file).get("attempt") != world.attempt]
 

@@ -26,7 +26,9 @@ MAX_DIFF = 2**20  # bytes; a longer diff is truncated
 
 
 def write(out: Path, origins: Mapping[str, str] | None = None) -> None:
-    """Write ``environment.json``, and ``git.diff`` if there are uncommitted changes.
+    """Write ``environment.json``, and ``git.diff`` if tracked files have uncommitted changes.
+
+    The diff is that of the checkout around the current folder, up to 1 MiB.
 
     Args:
         out: The run folder.
@@ -68,7 +70,7 @@ def describe() -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    """Return the versions of all installed packages, as ``pip freeze`` does."""
+    """Return the versions of all installed packages by name."""
     versions: dict[str, str] = {}
     for package in importlib.metadata.distributions():
         name, version = _name_and_version(package)

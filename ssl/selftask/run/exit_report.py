@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from selftask.config.compose.provenance import show_path
 from selftask.config.extensions.user_code import is_users, place_of, user_frames
-from selftask.errors import RunError, UserError, masked, message_of
+from selftask.errors import RunError, UserError, masked, message_of, plural, with_advice
 from selftask.hooks.failures.non_finite import NonFiniteLoss
 from selftask.logs import LOGGER
 from selftask.logs.events import add_event
@@ -65,7 +65,8 @@ class Ending:
     def finished(self) -> int:
         """Report success; return 0."""
         seconds = time.monotonic() - self.status.started_clock
-        line = f"RUN finished: {self.step} steps in {seconds:.0f} s, {self.task.config.out}"
+        steps = f"{self.step} {plural('step', self.step)}"
+        line = f"RUN finished: {steps} in {seconds:.0f} s, {self.task.config.out}"
         if self.task.clock.stopped is not None:
             line += f"; {self.task.clock.stopped}"
         if self.first:
@@ -149,7 +150,7 @@ class Ending:
                 self._write_status("failed", "failure", line, **facts)
             self._write_error_for(failure)
             self._write_page(for_rank0=for_rank0)
-        for text in (failure.details, *rest):
+        for text in (failure.details, *(line for line in rest if line not in failure.details)):
             if text:
                 LOGGER.error("%s", text)
         LOGGER.error("%s", line)
@@ -214,11 +215,7 @@ def explain(error: BaseException) -> str:
         return f"the machine's memory is full; try fewer data.num_workers\n{message}"
     if "DefaultCPUAllocator" in message:  # torch raises a RuntimeError for CPU memory
         return f"the machine's memory is full; try a smaller model or train.batch_size\n{message}"
-    if "backward through the graph a second time" in message:
-        return f"a result of an earlier step was kept with its graph; keep x.detach()\n{message}"
-    if "does not require grad and does not have a grad_fn" in message:
-        return f"the loss has no gradient; compute it from the output, without detach\n{message}"
-    return message
+    return with_advice(message)
 
 
 def _cause_in_worker(message: str) -> str:

@@ -48,7 +48,7 @@ def start(config: Config, command: list[str]) -> int:
         command: Command line of a rank.
 
     Returns:
-        The exit code of the first rank that failed in the last attempt, or 0.
+        The exit code of the first rank that failed in the last attempt, as of ``shell_code``, or 0.
 
     Raises:
         UserError: If another process has locked the run folder.
@@ -136,7 +136,7 @@ class Children:
 
 
 class Ranks(Children):
-    """The processes of a run on this machine, which are started at once.
+    """The processes of a run on this machine, started by the constructor.
 
     Args:
         command: Command line of a rank.
@@ -170,7 +170,7 @@ class Ranks(Children):
         """Wait for all ranks; kill those that are still running ``grace_s`` after a failure.
 
         Returns:
-            The exit code of the first rank that failed, or 0.
+            The exit code of the first rank that failed, as of ``shell_code``, or 0.
         """
         deadline: float | None = None
         try:
@@ -254,9 +254,10 @@ def shell_code(returncode: int) -> int:
 
 
 def is_from_terminal(number: int) -> bool:
-    """Return True if a signal is Ctrl-C of the terminal, which sends it to all child processes.
+    """Return True for a SIGINT that the terminal has also sent to the child processes (Ctrl-C).
 
-    A second signal would make a run exit without saving. Standard input may be redirected.
+    It must not be forwarded, since a run exits without saving after a second signal. The result is
+    False if this process is not in the foreground of its terminal, or has none.
     """
     if number != signal.SIGINT:
         return False

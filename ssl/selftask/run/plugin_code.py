@@ -15,6 +15,8 @@ log = get_logger(__name__)
 def copy_plugins(config: Config, out: Path) -> None:
     """Copy the modules named in a config, and imported modules next to them, to ``out/code``.
 
+    A file that cannot be copied is logged.
+
     Args:
         config: The config of the run.
         out: The run folder.

@@ -285,22 +285,32 @@ def _report_failure(ending: Ending, upload: Callable[[], None], failure: Failure
 
 @contextmanager
 def _stop_signals_raised() -> Iterator[None]:
-    """Context in which a stop signal without a handler raises KeyboardInterrupt.
+    """Context in which a stop signal raises KeyboardInterrupt, unless a user's handler is set.
 
-    A signal may arrive before the ``preemption`` hook is installed. A second signal ends the
-    process as usual. Signals that are ignored at the end stay ignored: SLURM sends SIGTERM after a
-    requeue, and it would change the exit code of a process that is still ending.
+    A signal may arrive before the ``preemption`` hook is installed. submitit's handlers would
+    ignore it, or requeue the job without a line in the log. A second signal ends the process as
+    usual. Signals that are ignored at the end stay ignored: SLURM sends SIGTERM after a requeue,
+    and it would change the exit code of a process that is still ending.
     """
     main = threading.current_thread() is threading.main_thread()
-    silent = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if main}
+    before = {
+        number: handler
+        for number, handler in handlers.items()
+        if handler is signal.SIG_DFL or _is_of_submitit(handler)
+    }
     try:
-        for number in silent if main else ():
+        for number in before:
             signal.signal(number, _leave)
         yield
     finally:
-        for number in silent if main else ():
+        for number, handler in before.items():
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, handler)
+
+
+def _is_of_submitit(handler: object) -> bool:
+    return str(getattr(handler, "__module__", "")).startswith("submitit.")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import threading
@@ -143,8 +144,6 @@ def is_held(folder: Path) -> bool:
 
 def _lock(file: IO[str]) -> None:
     """Take a POSIX lock, which child processes that outlive a killed run do not hold."""
-    import fcntl
-
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

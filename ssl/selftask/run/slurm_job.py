@@ -156,7 +156,7 @@ def _requeued(
 
 
 def requeue(job: Job, out: Path) -> str:
-    """Requeue the job under the same id and count it; return an error message or ""."""
+    """Requeue the job under the same id and count it; return an error message, "" for success."""
     done = command("scontrol", "requeue", job.id)
     if done.returncode != 0:
         code = f"scontrol ended with code {done.returncode}"
@@ -174,7 +174,7 @@ def requeues(job: Job, out: Path) -> int:
 
 
 def command(*words: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
-    """Run a SLURM command; return code 127 if it is missing or exceeds ``timeout_s``."""
+    """Run a command; its ``returncode`` is 127 if it is missing or exceeds ``timeout_s``."""
     try:
         return subprocess.run(words, capture_output=True, text=True, check=False, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:

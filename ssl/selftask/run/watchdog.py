@@ -39,6 +39,8 @@ Sign = dict[str, Any]  # heartbeat of a rank: host, pid, count, doing, collectiv
 class AwakeClock:
     """Clock that pauses while this process is stopped or suspended.
 
+    A call returns the seconds since the creation of the clock.
+
     Args:
         max_gap_s: Largest time that is counted between two calls, in seconds.
     """
@@ -99,6 +101,9 @@ class Watch:
         A script or notebook may continue after its run, and would be reported as a hanging run.
         """
         self._over.set()
+        self._thread.join(timeout=LEAVE_S)
+        if self.board is not None:
+            self.board.close()
 
     def _leave_watch(self) -> Board | None:
         """End the thread; return the board, with a time limit of ``LEAVE_S``, or None."""

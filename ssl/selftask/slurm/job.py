@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import site
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 import selftask
-from selftask.config.checks.sbatch import DEFAULT_MINUTES, SUBMITIT, minutes, option
+from selftask.config.checks.sbatch import DEFAULT_MINUTES, SUBMITIT, minutes, options_of
 from selftask.config.schema import Config, LaunchConfig
 from selftask.errors import RunError, UserError
 from selftask.run.slurm_job import LOCAL_REQUEUES, in_local_job
@@ -77,6 +78,8 @@ class Submission:
             SystemExit: If the job was requeued, so that submitit records no result. submitit
                 restarts a local job after the exit code 144.
         """
+        if in_local_job():  # submitit's handler ignores SIGTERM, all that `selftask cancel` sends
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(self.folder)
         os.environ[LOCAL_REQUEUES] = str(self.requeues)
         sys.path[:0] = [path for path in self.modules if path not in sys.path]
@@ -166,7 +169,7 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
     Raises:
         UserError: If a value has a control character, or the path of ``folder`` a ``%``.
     """
-    chosen = {**derived, **{option(key): value for key, value in launch.slurm.items()}}
+    chosen = derived | options_of(launch.slurm)
     _check_lines({"out": str(folder.absolute()), "the name of the job": name, **chosen})
     if "%" in str(folder.absolute()):
         raise UserError(
@@ -242,7 +245,7 @@ def _afterwards(folder: Path) -> list[str]:
 
 
 def submit(submissions: Sequence[Callable[[], Any]], executor: Executor) -> list[SlurmJob[Any]]:
-    """Submit runs to SLURM; several become one job array.
+    """Submit runs to SLURM and return their jobs; several runs become one job array.
 
     Raises:
         UserError: If SLURM's programs are missing, or sbatch refuses the job.

@@ -18,7 +18,7 @@ from typing import Any
 
 from submitit import DebugExecutor, LocalExecutor
 
-from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option
+from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, options_of
 from selftask.config.schema import Config
 from selftask.errors import UserError
 from selftask.slurm.job import WARNING, Submission, python_path, signal_delay_s
@@ -51,19 +51,19 @@ def submit_locally(
     launch = configs[0].launch
     if launch.nodes > 1:
         raise UserError(f"launch.nodes={launch.nodes}: --cluster local is one machine")
-    options = {option(key): value for key, value in launch.slurm.items()}
-    limit = minutes(options.get("time")) or DEFAULT_MINUTES
-    gpus = _gpus(configs[0], options.get("gpus_per_node"))
+    slurm = options_of(launch.slurm)
+    limit = minutes(slurm.get("time")) or DEFAULT_MINUTES
+    gpus = _gpus(configs[0], slurm.get("gpus_per_node"))
     folder = folder.absolute()
     made = _Executor(folder, max_num_timeout=launch.max_requeues)
-    setup = list(options.get("setup", []))
+    setup = list(slurm.get("setup", []))
     if setup:  # the user's lines expect the current folder
         setup = [shlex.join(["cd", os.getcwd()]), *setup, shlex.join(["cd", str(folder)])]
     made.update_parameters(
         timeout_min=limit,
         tasks_per_node=launch.processes,
         gpus_per_node=len(gpus),
-        signal_delay_s=options.get("signal_delay_s", signal_delay_s(limit)),
+        signal_delay_s=slurm.get("signal_delay_s", signal_delay_s(limit)),
         setup=setup,
     )
     made.parameters["visible_gpus"] = gpus  # may be UUIDs; update_parameters accepts numbers only
@@ -77,7 +77,7 @@ def submit_locally(
 
 @contextmanager
 def _environment_of(submission: Submission, folder: Path) -> Iterator[None]:
-    """Context in which a job's processes are started.
+    """Context that sets the environment variables and current folder of a job's processes.
 
     They start in the folder of logs and pickles: ``python -m`` puts the current folder first on the
     module search path, and modules of the user's folder must not shadow others. (Python 3.10 has no

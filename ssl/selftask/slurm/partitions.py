@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
+from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, options_of, show_minutes
 from selftask.config.schema import LaunchConfig
 from selftask.errors import UserError, check_known
 from selftask.slurm.queue import lines
@@ -31,7 +31,7 @@ def chosen(launch: LaunchConfig) -> list[Partition]:
         UserError: If a named partition does not exist, or the time of the job exceeds the limit of
             every partition, so that it would stay in the queue forever.
     """
-    slurm = {option(key): value for key, value in launch.slurm.items()}
+    slurm = options_of(launch.slurm)
     partitions = _named(slurm)
     _check_time(partitions, minutes(slurm.get("time")) or DEFAULT_MINUTES)
     return partitions

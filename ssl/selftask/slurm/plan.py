@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from selftask.config.checks.grid import title
 from selftask.config.checks.locations import check_not_moved
-from selftask.config.checks.sbatch import DEFAULT_MINUTES, GPUS, minutes, option, show_minutes
+from selftask.config.checks.sbatch import DEFAULT_MINUTES, GPUS, minutes, options_of, show_minutes
 from selftask.config.compose import recipes
 from selftask.config.compose.recipes import is_recipe_file
 from selftask.config.compose.sweep import Point, expand_sweep, load_points
@@ -67,7 +67,7 @@ class Plan:
         """Return a readable summary: ranks, batch, steps, time, disk."""
         config, launch = self.configs[0], self.configs[0].launch
         length = RunLength.of(config.train, self.num_samples)
-        slurm = {option(key): value for key, value in launch.slurm.items()}
+        slurm = options_of(launch.slurm)
         limit = minutes(slurm.get("time", DEFAULT_MINUTES)) or DEFAULT_MINUTES
         default = "" if "time" in slurm else " (launch.slurm.time is not set)"
         per_rank = config.train.batch_size // launch.world_size
@@ -180,8 +180,11 @@ def _submission(
 def derived_options(
     config: Config, partitions: list[Partition]
 ) -> tuple[dict[str, Any], int, list[str]]:
-    """Return the derived sbatch options, the number of workers per rank, and notes for the user."""
-    chosen_options = {option(key): value for key, value in config.launch.slurm.items()}
+    """Return derived sbatch options, the number of workers per rank, and notes for the user.
+
+    Options for CPUs and GPUs are derived unless ``launch.slurm`` has them.
+    """
+    chosen_options = options_of(config.launch.slurm)
     derived: dict[str, Any] = {}
     workers, notes = config.data.num_workers, []
     is_auto = config.place("data.num_workers").startswith("auto")  # counted on this machine
@@ -229,7 +232,7 @@ def _check_space(config: Config, out: Path, runs: int) -> float:
 
 
 def _checkpoint_megabytes(config: Config) -> float:
-    """Estimate the size of a checkpoint: backbone, teacher, and two optimizer moments."""
+    """Estimate a checkpoint's size in MB: backbone, teacher and two optimizer moments, float32."""
     from selftask.models.build import build_backbone, build_on_meta  # slow: imports torch
 
     backbone = build_on_meta(config.backbone, 3) or build_backbone(config.backbone)

@@ -50,10 +50,12 @@ def note(out: Path, job_ids: dict[Path, str]) -> None:
 
 
 def noted(out: Path) -> dict[Path, str]:
-    """Return run folder -> job id for the run or sweep in ``out``.
+    """Return run folder -> job id for the run or sweep in ``out``; empty if it was not submitted.
 
-    For a single run of a sweep, the result has only that run. Raises UnreadableFile if the record
-    was not written by selftask.
+    For a single run of a sweep, the result has only that run.
+
+    Raises:
+        UnreadableFile: If the record was not written by selftask.
     """
     runs = _recorded(out)
     if runs:
@@ -85,6 +87,11 @@ def is_job(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
+def is_waiting(state: str) -> bool:
+    """Return whether a job in this state, such as ``PENDING (Priority)``, has not ended."""
+    return state.partition(" ")[0] in WAITING
+
+
 def check_idle(out: Path) -> None:
     """Raise UserError if a job of this run is still in the queue."""
     runs = noted(out)
@@ -92,7 +99,7 @@ def check_idle(out: Path) -> None:
         return
     states = queue(list(runs.values()))
     for run, job in runs.items():
-        if states.get(job, "").split()[:1] and states[job].split()[0] in WAITING:
+        if is_waiting(states.get(job, "")):
             raise UserError(
                 f"out={out}: job {job} ({states[job]}) makes {run} already; "
                 f"`selftask cancel {shlex.quote(str(out))}` first, or use another out="
@@ -144,7 +151,7 @@ def jobs_to_cancel(out: Path) -> dict[str, Path | None]:
     suites = {job: run for run in dict.fromkeys([out, *runs]) for job in suite_jobs(run)}
     jobs: dict[str, Path | None] = {job: run for run, job in runs.items()}
     states = queue([*jobs, *suites])
-    waiting = {job for job, state in states.items() if state.partition(" ")[0] in WAITING}
+    waiting = {job for job, state in states.items() if is_waiting(state)}
     return {job: run for job, run in {**jobs, **suites}.items() if job in waiting} or jobs
 
 
@@ -154,12 +161,21 @@ def run_lines(outs: list[Path]) -> list[RunLine]:
     The jobs of ``eval suite`` for these runs follow, with the folder of their results, and then the
     folders whose record of jobs cannot be read.
     """
+    return _look(outs)[0]
+
+
+def _look(outs: list[Path]) -> tuple[list[RunLine], dict[str, str], bool]:
+    """Return the result of ``run_lines``, the states of the jobs, and whether they are complete.
+
+    They are not if squeue fails and a job is known to no other program: it may still be queued.
+    """
     runs, unread = jobs_of(outs)
     suites = {job: run for run in dict.fromkeys([*outs, *runs]) for job in suite_jobs(run)}
-    states = queue([*runs.values(), *suites])
+    jobs = [*runs.values(), *suites]
+    states, answers = _poll(jobs)  # before the files: the line of an ended job is its last
     lines = [with_job(read_line(run), job, states.get(job, "")) for run, job in runs.items()]
     lines += [_line_of_suite(run, job, states.get(job, "")) for job, run in suites.items()]
-    return [*lines, *unread]
+    return [*lines, *unread], states, answers or states.keys() >= set(jobs)
 
 
 def as_completed(outs: list[Path], *, poll_s: float = 30.0) -> Iterator[RunLine]:
@@ -171,25 +187,16 @@ def as_completed(outs: list[Path], *, poll_s: float = 30.0) -> Iterator[RunLine]
     """
     ended: set[str] = set()
     while True:
-        states = queue([line.job for line in run_lines(outs)])
-        if not states and _is_down():
+        lines, states, is_complete = _look(outs)
+        if not is_complete:
             time.sleep(poll_s)
             continue
-        lines = run_lines(
-            outs
-        )  # later than the states, so that the line of an ended job is its last
-        waiting = {job for job, state in states.items() if state.partition(" ")[0] in WAITING}
+        waiting = {job for job, state in states.items() if is_waiting(state)}
         yield from (line for line in lines if line.job not in waiting | ended)
         ended |= {line.job for line in lines} - waiting
         if not waiting:
             return
         time.sleep(poll_s)
-
-
-def _is_down() -> bool:
-    """Return True if there is SLURM, but its controller does not answer."""
-    asked = ("squeue", "--noheader", "--me")
-    return shutil.which("squeue") is not None and command(*asked, timeout_s=60).returncode != 0
 
 
 def jobs_of(outs: Iterable[Path]) -> tuple[dict[Path, str], list[RunLine]]:
@@ -259,12 +266,20 @@ def queue(ids: list[str]) -> dict[str, str]:
     else recent ones from ``scontrol``. Jobs unknown to SLURM are omitted. A local job is
     ``RUNNING``, or ``gone`` if no process of this machine runs it.
     """
+    return _poll(ids)[0]
+
+
+def _poll(ids: list[str]) -> tuple[dict[str, str], bool]:
+    """Return the result of ``queue``, and False if squeue does not answer."""
     ids = [job for job in ids if isinstance(job, str) and is_job(job)]
-    listed = lines("squeue", "--noheader", "--array", "--format=%i|%T|%r", "--me")
+    squeue = ("squeue", "--noheader", "--array", "--format=%i|%T|%r", "--me")
+    done = command(*squeue, timeout_s=60)
+    listed = done.stdout.splitlines() if done.returncode == 0 else []
+    answers = done.returncode == 0 or shutil.which("squeue") is None
     local = [job for job in ids if _is_local(job)]
     states = {job: "RUNNING" if _controlled_folder(job) else "gone" for job in local}
     for job, state, reason in (line.split("|", 2) for line in listed if line.count("|") > 1):
-        states[job] = f"{state} ({reason})" if state == "PENDING" else state
+        states[job.strip()] = f"{state} ({reason})" if state == "PENDING" else state
     accounting = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State")
     if ended := [job for job in ids if job not in states]:
         listed = lines(*accounting, "-j", ",".join(ended))
@@ -274,14 +289,18 @@ def queue(ids: list[str]) -> dict[str, str]:
             shown = " ".join(lines("scontrol", "show", "job", "--oneliner", job))
             if of_job := re.findall(r"(?:^| )JobState=(\S*)", shown):
                 states[job] = of_job[0]
-    return {job: states[job] for job in ids if job in states}
+    return {job: states[job] for job in ids if job in states}, answers
 
 
 def cancel(jobs: Mapping[str, Path | None]) -> None:
-    """Cancel jobs; raise UserError with the message of ``scancel`` if it fails.
+    """Cancel jobs.
 
     Args:
         jobs: Job id -> its run folder, or None for a SLURM job id given by the user.
+
+    Raises:
+        UserError: If an id is invalid, a local job is not running on this machine, or ``scancel``
+            is missing or fails.
     """
     for job, run in jobs.items():
         if not is_job(job):

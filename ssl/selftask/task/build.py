@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from selftask import classy
-from selftask.config.extensions.user_code import check_takes, source_of
+from selftask.config.extensions.user_code import check_takes, construct, source_of
 from selftask.config.keys import dotted
 from selftask.config.schema import Component, OptimizerConfig
 from selftask.distributed.collectives import world_size
@@ -49,19 +49,21 @@ def train_step(component: Component) -> Callable[[Task], None]:
     """Return the train step: the registered function, or an instance of the registered class.
 
     Raises:
-        UserError: If the class has no ``__call__``, or the step cannot be called with the task.
+        UserError: If the name is unknown, the class requires arguments or has no ``__call__``, or
+            the step cannot be called with the task.
     """
-    registered = TRAIN_STEPS[component.name]
-    step: Callable[[Task], None]
-    step = registered(**component.args) if isinstance(registered, type) else registered
+    subject, registered = f"train.step={component.name}", TRAIN_STEPS[component.name]
+    step: Callable[[Task], None] = registered
+    if isinstance(registered, type):
+        step = construct(registered, component.args, subject)
     if not callable(step):
         raise UserError(f"train.step: the class {component.name!r} has no method __call__")
-    check_takes(step, ["task"], f"train.step={component.name}")
+    check_takes(step, ["task"], subject)
     return step
 
 
 def network(task: Task, initial: InitialWeights) -> tuple[Any, nn.Module]:
-    """Build backbone, method and network, and load the weights of ``init``.
+    """Build backbone, method and network, with the adapters and initial weights of the config.
 
     Args:
         task: The task, with its data.
@@ -92,7 +94,11 @@ def _backbone(task: Task) -> nn.Module:
 
 
 def set_up_method(task: Task, initial: InitialWeights) -> None:
-    """Call ``setup`` of the method, and modify method and network in place as configured."""
+    """Call ``setup`` of the method, and prepare method and network for training, in place.
+
+    BatchNorm is synchronized, draws of dropout layers are keyed by sample, parameters are frozen
+    for the whole run and modules are compiled, as configured.
+    """
     config, modules = task.config, [task.base_model, task.loss]
     synchronize(config.parallel, modules)
     with initial.building():
@@ -157,7 +163,10 @@ def called_network(task: Task) -> Any:
 
 
 def optimizers(task: Task) -> tuple[Any, dict[str, Any]]:
-    """Build ``optimizer`` and, by name, ``optimizers``; register parameters with reductions."""
+    """Build ``optimizer`` and, by name, ``optimizers``.
+
+    The parameters of each are registered with the reduction of the same name.
+    """
     config, modules = task.config, task.trained
     parts = divide(modules, {name: one.match for name, one in config.optimizers.items()})
     sections = zip(parts.items(), config.all_optimizers.items(), strict=True)
@@ -168,7 +177,7 @@ def optimizers(task: Task) -> tuple[Any, dict[str, Any]]:
             section,
             modules,
             task.length,
-            batch=config.train.batch_size * config.train.accumulate,
+            batch=task.length.samples_per_step,
             depths=_depths(task, section),
             of_method=task.loss.group_rules(),
             regroup=reduction.regroup,
@@ -190,7 +199,7 @@ def _depths(task: Task, optimizer: OptimizerConfig) -> dict[str, int]:
 
 
 def grad_scaler(task: Task) -> NoScaler:
-    """Build the loss scaler; unless configured otherwise, it scales in float16 only."""
+    """Build the loss scaler; without ``train.grad_scaler.enabled``, it scales in float16 only."""
     config = task.config.train.grad_scaler
     scales = task.low_precision is torch.float16 if config.enabled is None else config.enabled
     return LossScaler(config, task.log) if scales else NoScaler()
@@ -208,7 +217,7 @@ def hooks(task: Task) -> dict[str, Any]:
     _add_required_hooks(task)
     task.named_hooks = {}
     for key, component in task.config.hooks.items():
-        task.named_hooks[key] = hook = _build(HOOKS, component, task.out)
+        task.named_hooks[key] = hook = _build(HOOKS, f"hooks.{key}", component, task.out)
         if not isinstance(hook, classy.ClassyHook):
             raise UserError(
                 f"{source_of(type(hook))}: hooks.{key}: {type(hook).__name__} must extend "
@@ -261,7 +270,10 @@ def meters(task: Task) -> list[Any]:
         UserError: If a registered class is not a meter or has another ``update``, the method gives
             no class scores, or the test set has fewer images than there are ranks.
     """
-    built = [_build(METERS, component, task.out) for component in task.config.meters.values()]
+    built = [
+        _build(METERS, f"meters.{key}", component, task.out)
+        for key, component in task.config.meters.items()
+    ]
     source = task.data_module.val_source
     for key, meter in zip(task.config.meters, built, strict=True):
         if not isinstance(meter, classy.ClassyMeter):
@@ -284,8 +296,8 @@ def meters(task: Task) -> list[Any]:
     return built
 
 
-def _build(registry: Registry, component: Component, out: Path) -> Any:
+def _build(registry: Registry, key: str, component: Component, out: Path) -> Any:
     """Build the hook or meter of a component, from selftask's registry or Classy Vision's."""
     if component.name in registry:
-        return registry[component.name](**component.args)
+        return construct(registry[component.name], component.args, f"{key}={component.name}")
     return classy.build(registry.kind, component.name, component.args, out)

@@ -18,7 +18,10 @@ _MANY_GRAPHS = 8  # number of recompilations after which torch runs code eagerly
 
 
 class CompileReport(Hook):
-    """Logs the number of graphs; warns of graph breaks, fallbacks and recompilations."""
+    """Logs the number of graphs after the third step, and warns if there are none.
+
+    It also warns of graph breaks, and, at the end of a phase, of eight or more new graphs.
+    """
 
     priority: ClassVar[int] = 95
 

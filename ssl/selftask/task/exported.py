@@ -6,7 +6,7 @@ from copy import deepcopy
 
 from torch import nn
 
-from selftask.distributed.collectives import average_statistics, broadcast_buffers
+from selftask.distributed.collectives import average_statistics, broadcast_tensors
 from selftask.hooks.base import Task
 from selftask.models.build import build_backbone
 from selftask.models.weights.lora import adapt, merged
@@ -23,9 +23,11 @@ def sync_buffers(task: Task) -> None:
     parallel = task.config.parallel
     if parallel.sync_buffers == "never":
         return
-    synchronize = average_statistics if parallel.buffers == "mean" else broadcast_buffers
     for network in task.networks:
-        synchronize(network)
+        if parallel.buffers == "mean":
+            average_statistics(network)
+        else:
+            broadcast_tensors(network.buffers())
 
 
 def export_backbone(task: Task, student: str | None = None) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -47,16 +47,20 @@ def calls(hooks: Iterable[Any], points: Iterable[str]) -> dict[str, list[Any]]:
     return by_point
 
 
-def call_hooks(calls: Mapping[str, Iterable[Any]], point: str, task: Task) -> None:
-    """Call the functions of a hook point.
+def call_hooks(task: Task, point: str) -> None:
+    """Call the functions of a hook point, in the first steps after a check of the step.
 
     Raises:
         UserError: If there is no such point, or a hook has raised StopIteration, which would end
-            the phase.
+            the phase; also as ``StepCheck.at``.
     """
-    if point not in calls and point not in POINTS:
+    if task.step_check.remaining:
+        task.step_check.at(point, task)
+    functions = task.calls.get(point)
+    if functions is None:
         check_known(point, POINTS, f"{calling_place()}: run_hooks: no hook point {point!r}")
-    for call in calls.get(point, ()):
+        return
+    for call in functions:
         try:
             call(task)
         except StopIteration:

@@ -31,7 +31,7 @@ def train_loop(task: Task) -> None:
 
 
 def iterate_steps(task: Task) -> Iterator[int]:
-    """Prepare a task, then train it phase by phase; yield the number of each finished step.
+    """Prepare a task, then train it phase by phase; yield ``task.steps_done`` after each step.
 
     Every hook's ``on_exception`` runs before an exception leaves this function. The task is closed
     at the end, also if the iteration is abandoned.
@@ -83,7 +83,7 @@ def close(task: Task) -> None:
 
 
 def _run_phase(task: Task) -> Iterator[int]:
-    """Run the steps of a train or test phase; yield the number of each train step."""
+    """Run the steps of a phase; in training, yield ``task.steps_done`` after each step."""
     while True:
         try:
             task.step()
@@ -96,7 +96,10 @@ def _run_phase(task: Task) -> Iterator[int]:
 
 
 def read_batches(task: Task, stop: int) -> Iterator[Batch]:
-    """Yield the prepared batches of a phase; in training, from ``task.clock.batch`` to ``stop``."""
+    """Yield the prepared batches of a phase; in training, from ``task.clock.batch`` up to ``stop``.
+
+    ``stop`` itself is not included.
+    """
     first, data = task.clock.batch, task.data_module
     data.draw = draws_of(task)
     batches: Iterator[Batch] = (

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from selftask.config.values.budget import show_bytes
 from selftask.distributed.out_of_memory import available_bytes
@@ -74,20 +73,18 @@ def _bytes_of_a_sample(task: Task) -> dict[str, int]:
     LAYER_DRAWS.stop()
     here = task.length.batch_size // task.world.size
 
-    def on_meta(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        rows = _SAMPLES * max(len(value) // here, 1)
-        return torch.empty(rows, *value.shape[1:], dtype=value.dtype, device="meta")
+    def on_meta(tensor: Tensor) -> Tensor:
+        rows = _SAMPLES * max(len(tensor) // here, 1)
+        return torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
 
-    inputs = tree_map(on_meta, task.last_batch.input)
+    inputs = tree_map_only(Tensor, on_meta, task.last_batch.input)
     counts = saved_bytes(task.base_model, (inputs,))
     share = (_HALF if task.low_precision else 1.0) / _SAMPLES
     return {name: int(count * share) for name, count in counts.items()}
 
 
 def fixed_bytes(task: Task) -> int:
-    """Return the bytes of this rank's weights, gradients and optimizer state."""
+    """Return the bytes of this rank's weights (with teachers), gradients and optimizer state."""
     weights = [p for module in (*task.networks, task.loss) for p in module.parameters()]
     unique = {id(tensor): tensor for tensor in weights}.values()
     return (

@@ -32,9 +32,10 @@ def settle_precision(
 ) -> Config:
     """Return the config with ``train.precision=auto`` replaced by the value for ``device``.
 
-    The origin of the key states the reason. A run that resumes keeps the precision in the
-    ``config.yaml`` of its folder. On a CPU the value depends on its instructions and the widths of
-    the backbone, not on a measurement, so that two runs of one recipe agree.
+    The reason is recorded in ``config.places``. A run that resumes keeps the precision in the
+    ``config.yaml`` of its folder, and ``train.step=manual`` always uses float32. On a CPU the value
+    depends on its instructions and the widths of the backbone, not on a measurement, so that two
+    runs of one recipe agree.
 
     Args:
         config: Config of the run.
@@ -55,7 +56,7 @@ def settle_precision(
 
 
 def with_precision(config: Config, precision: Any, origin: str) -> Config:
-    """Return the config with a value of ``train.precision``, and its origin."""
+    """Return a copy of the config with a value of ``train.precision``, and its origin."""
     return replace(
         config,
         train=replace(config.train, precision=precision),

@@ -35,10 +35,10 @@ def log_parts(task: Task) -> None:
     for line in [*lines, *arithmetic(task.config, task.length, task.world.size)]:
         log.log(DETAIL, "%s", line)
     if is_primary():
-        batch = task.length.batch_size * task.length.accumulate
         sections = task.config.all_optimizers.items()
         listing = []
         for optimizer, (key, section) in zip(task.all_optimizers, sections, strict=True):
+            batch = task.length.samples_per_step
             table = partial(group_table, optimizer.settings, section, batch=batch)
             log.log(DETAIL, "parameter groups of %s:\n  %s", dotted(key), "\n  ".join(table()))
             listing += table(most=0) if key == ("optimizer",) else [dotted(key), *table(most=0)]

@@ -27,11 +27,11 @@ _CALLED = [
 
 
 def build_method(component: Component) -> Any:
-    """Build the method of a config.
+    """Build the method of a config; warn of misspelled names of functions in a user's own one.
 
     Raises:
-        UserError: If its ``__init__`` or another of its methods does not take the arguments that it
-            is called with, or ``__init__`` does not call that of ``Method``.
+        UserError: If its ``__init__`` or, in a user's own method, another function does not take
+            the arguments that it is called with, or ``__init__`` does not call that of ``Method``.
     """
     kind = METHODS[component.name]
     check_takes(kind, ["config"], f"the method {kind.__name__}")

@@ -37,7 +37,8 @@ def open_same_data(config: Config, sources: Sources | None = None) -> Sources:
     If ``sources`` is None, ``config.data`` is opened. Every rank must call this function.
 
     Raises:
-        UserError: On every rank, if ranks have different configs, code or images.
+        UserError: On every rank, if ranks have different configs, code or images; on one rank, if
+            it cannot open the data.
     """
     check_same_on_ranks(config)
     sources = sources or open_data(config.data)

@@ -14,7 +14,7 @@ from selftask.distributed.collectives import is_primary
 from selftask.logs import get_logger
 from selftask.logs.events import add_event
 from selftask.logs.history import History
-from selftask.logs.rows import MetricsFile, format_row
+from selftask.logs.rows import RESERVED_COLUMNS, MetricsFile, format_row
 
 log = get_logger(__name__)
 
@@ -39,16 +39,23 @@ class Recorder:
         self.history = History()
 
     def log(self, name: str, value: Any) -> None:
-        """Add ``value``, a number or scalar tensor, to the next row; does not synchronize.
+        """Add ``value``, a number or a tensor of one element, to the next row.
+
+        It replaces an earlier value of the same name. This method does not wait for the device. The
+        row has the values of the first rank.
 
         Raises:
-            ValueError: If it is a tensor with another number of elements.
+            ValueError: If it is no number, or the name is that of a column of training.
         """
+        if self.scope + name in RESERVED_COLUMNS:
+            raise ValueError(f"log({name!r}): this is a column of training; take another name")
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"log({name!r}): a number is expected, not a tensor {(*value.shape,)}")
-        self.scalars[self.scope + name] = (
-            value.detach() if isinstance(value, Tensor) else float(value)
-        )
+        try:
+            number = value.detach() if isinstance(value, Tensor) else float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"log({name!r}): a number is expected, not {value!r:.40}") from None
+        self.scalars[self.scope + name] = number
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:

@@ -35,11 +35,14 @@ def recover(task: Task, error: NonFiniteLoss) -> None:
         error: The failure.
 
     Raises:
-        NonFiniteLoss: If ``train.on_nan`` allows no repetition, after ``train.nan_budget``
-            rollbacks, or if the last checkpoint is too old to repeat the steps.
+        NonFiniteLoss: If ``train.on_nan`` is ``skip`` or the step was already checked, after
+            ``train.nan_budget`` rollbacks, or with ``stop`` if the last checkpoint is more than
+            1000 steps old.
     """
     policy, budget = task.config.train.on_nan, task.config.train.nan_budget
-    if policy == "skip" or error.exact:
+    checked = task.added_hooks.get("non_finite")
+    is_repeated = isinstance(checked, NonFiniteGuard) and task.clock.batch <= checked.until
+    if policy == "skip" or error.exact or (policy == "stop" and is_repeated):
         raise error
     if policy == "rollback" and task.rollbacks == budget:
         raise NonFiniteLoss(
@@ -58,7 +61,7 @@ def recover(task: Task, error: NonFiniteLoss) -> None:
     log.warning("%s", error)
     log.warning("going back to step %d, to repeat with a check in each step", begin)
     guard = NonFiniteGuard(policy, until=task.clock.batch, cause=error)
-    guard.dumps = getattr(task.added_hooks.get("non_finite"), "dumps", 0)
+    guard.dumps = getattr(checked, "dumps", 0)
     task.rollbacks += policy == "rollback"
     _restart(task, guard, "auto" if saved else asked_checkpoint(task.config))
 

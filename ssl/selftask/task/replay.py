@@ -51,7 +51,7 @@ class Replay:
         )
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the report."""
+        """Yield the lines of the report: losses, and all that is not finite."""
         yield f"recorded: {self.problem}"
         comparison = "the same" if self.same else f"recorded was {self.recorded!r}"
         yield f"step {self.step} replayed: loss {self.loss!r} ({comparison})"
@@ -80,7 +80,7 @@ def replay(folder: Path, overrides: list[str], *, trust: bool = False) -> Replay
     process.
 
     Args:
-        folder: The dump.
+        folder: The dump, or a file in it.
         overrides: ``key=value`` words that the user has typed.
         trust: Allow code and addresses that the run names.
 
@@ -88,6 +88,8 @@ def replay(folder: Path, overrides: list[str], *, trust: bool = False) -> Replay
         UserError: If the folder holds no complete and readable dump, the data of the run cannot be
             opened, or the run names code or addresses and ``trust`` is False.
     """
+    if folder.is_file():  # one of the dump
+        folder = folder.parent
     parts, state = _read(folder)
     with tempfile.TemporaryDirectory() as out:
         alone = ["launch={nodes: 1, processes: 1}", "resume=never", "parallel.reduce=manual"]
@@ -107,7 +109,6 @@ def replay(folder: Path, overrides: list[str], *, trust: bool = False) -> Replay
 def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     if not folder.exists():
         raise UserError(f"{folder}: there is no such folder; {nearest_path(folder)}")
-    folder = folder if folder.is_dir() else folder.parent
     files = sorted(folder.glob("rank_*.pt"), key=lambda path: int(path.stem[5:]))
     states = sorted(folder.glob("step_*.pt"))
     if not files or not states:

@@ -71,7 +71,8 @@ def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, f
 
     Args:
         task: The task, prepared.
-        see: Called with each batch; its ``output`` is ``Method.logits`` of the network's output.
+        see: Called with each batch, whose ``output`` is then ``Method.logits`` of the network's
+            output: class scores (B, C).
 
     Returns:
         ``loss``, and the values of each meter as ``METER_VALUE``, where METER is its config key.

@@ -39,9 +39,9 @@ class StepCheck:
         self.counted: Callable[[], Iterator[Batch] | None] = lambda: None
         self.remaining = _CHECKED  # steps to check
         self.has_warned = False
-        task.optimizer.optimizer.register_step_post_hook(self._count_update)
+        self.handles = [task.optimizer.optimizer.register_step_post_hook(self._count_update)]
         for other in task.optimizers.values():
-            other.optimizer.register_step_post_hook(self._count_other)
+            self.handles.append(other.optimizer.register_step_post_hook(self._count_other))
 
     def _count_update(self, *args: Any) -> None:
         self.updates += 1
@@ -67,7 +67,7 @@ class StepCheck:
 
     def at(self, point: str, task: Task) -> None:
         """Raise UserError if the hooks at ``point`` would not find batch or loss."""
-        if not self.remaining or point not in STEP_POINTS:
+        if point not in STEP_POINTS:
             return
         self.points.add(point)
         batch = getattr(task, "last_batch", None)
@@ -89,6 +89,9 @@ class StepCheck:
         if not self.remaining:
             return
         self.remaining -= 1
+        if not self.remaining:
+            for handle in self.handles:
+                handle.remove()
         steps, batches = task.steps_done - self.before[0], task.clock.batch - self.before[1]
         if not self.reads:
             raise UserError(f"{_subject(task)} has read no batch; write {_READ}")

@@ -88,8 +88,8 @@ class Task(Recorder, ClassyTaskNames):
         self.world = read_world()
         self.device = device.pick_device(config.train.device, self.world)
         self.config = config = numerics.settle_precision(config, self.device, backbone)
-        self.sources = sources
-        self.backbone = backbone
+        self.sources, self.backbone = sources, backbone
+        self.objects: dict[str, Any] = {}  # of the config, by name; set by ``create_task``
         self.init_weights: Mapping[str, Tensor] | None = None  # set by the launcher
         self.out = config.out_folder
         self.opening: dict[str, str] = {}  # entries of the start-up table, set by the launcher
@@ -189,7 +189,7 @@ class Task(Recorder, ClassyTaskNames):
         return numerics.autocast(self.device, self.low_precision)
 
     def score(self, see: Callable[[Batch], None] | None = None) -> dict[str, float]:
-        """Return loss and meters of all ranks' pass over ``data.val``; see ``scoring.score``."""
+        """Return loss and meters on ``data.val``. Collective call; see ``scoring.score``."""
         return score(self, see)
 
     def update_meters(self, batch: Batch) -> None:
@@ -220,7 +220,7 @@ class Task(Recorder, ClassyTaskNames):
         exported.sync_buffers(self)
 
     def advance(self, batches: int = 1) -> None:
-        """Count one finished step of ``batches`` batches."""
+        """Count one finished step of ``batches`` global batches."""
         self.clock.advance(batches)
         HEARTBEAT.step = self.clock.steps_done
 
@@ -237,8 +237,7 @@ class Task(Recorder, ClassyTaskNames):
 
     def run_hooks(self, point: str) -> None:  # type: ignore[override]
         """Call every hook that defines ``point``, the method first; UserError if it is unknown."""
-        self.step_check.at(point, self)
-        hook_calls.call_hooks(self.calls, point, self)
+        hook_calls.call_hooks(self, point)
 
     def add_hook(self, hook: Any, name: str | None = None) -> None:
         """Add a hook object to those of the config, before ``prepare``.
@@ -264,7 +263,7 @@ class Task(Recorder, ClassyTaskNames):
         return done % self.config.train.log_every == 0 or done == self.length.total_steps
 
     def steps(self) -> Iterator[int]:
-        """Train with all hooks and checkpoints; yield the number of each step.
+        """Prepare and train, with all hooks and checkpoints; yield ``steps_done`` after each step.
 
         The body of ``for step in task.steps(): ...`` may read ``task.last_batch`` and change the
         task. Only ``Trainer`` writes the log file and ``status.json``.
@@ -301,7 +300,7 @@ class Task(Recorder, ClassyTaskNames):
             self.batches = hook_calls.wrapped_batches(wrap, self, self.batches)
 
     def step(self) -> None:
-        """Call the train step once; raise StopIteration at the end of the phase."""
+        """Call the train step and its hooks once; raise StopIteration at the end of the phase."""
         if self.phase_begun < 0:
             raise RuntimeError("step() before on_phase_start(); Trainer().train(task) calls both")
         if self.train:
@@ -332,7 +331,7 @@ class Task(Recorder, ClassyTaskNames):
         self.train_step_function(self)
 
     def on_phase_end(self) -> None:
-        """Sum the meters over ranks, and count the phase.
+        """Sum the meters over ranks, count the phase and call the hooks.
 
         Raises:
             UserError: If the train step did not use all batches of the phase.
@@ -367,12 +366,12 @@ class Task(Recorder, ClassyTaskNames):
 
     @property
     def batches_left(self) -> int:
-        """Number of batches that remain in the train phase, an epoch or a part of it."""
+        """Number of global batches that remain in the train phase; see ``Clock.batches_left``."""
         return self.clock.batches_left
 
     @property
     def phase_finished(self) -> bool:
-        """True if the last counted step was the last of its train phase."""
+        """True if the last counted step was the last of its train phase or stopped the training."""
         ends = self.clock.batch >= self._phase_stop or self.clock.stopped is not None
         return self.train and ends
 

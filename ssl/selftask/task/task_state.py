@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from selftask import classy
 from selftask.checkpoint import manifest, rotation, store
 from selftask.checkpoint.nested import check_plain
 from selftask.checkpoint.writer import CheckpointWriter
@@ -46,6 +47,9 @@ def take(task: Task, *, full: bool = True) -> dict[str, Any]:
 
     Returns:
         A nested dict of tensors and plain Python objects.
+
+    Raises:
+        UserError: If the state of a hook contains other objects.
     """
     task.sync_buffers()
     optimizer = task.reduction.rearrange(task.optimizer.get_classy_state())
@@ -55,7 +59,7 @@ def take(task: Task, *, full: bool = True) -> dict[str, Any]:
         "method": task.loss.state_dict(),
         "optimizer": optimizer,
         "optimizers": named,
-        "hooks": {key: _state_of_hook(key, hook) for key, hook in task.named_hooks.items()},
+        "hooks": {key: _state_of_hook(task, key, hook) for key, hook in task.named_hooks.items()},
     }
     return {
         **(task.reduction.full_state(tensors) if full else tensors),
@@ -121,8 +125,9 @@ def restore(task: Task, state: dict[str, Any]) -> None:
         _keep_threads(task, state["threads"])
 
 
-def _state_of_hook(key: str, hook: Any) -> Any:
+def _state_of_hook(task: Task, key: str, hook: Any) -> Any:
     """Return the state of a hook; raise UserError if a checkpoint cannot hold it."""
+    classy.before_save(hook, task)
     state = hook.get_classy_state()
     try:
         check_plain(state, f"state_dict of hooks.{key}")
@@ -144,7 +149,7 @@ def _restore_hooks(task: Task, states: dict[str, Any]) -> None:
 
 
 def _keep_threads(task: Task, saved: list[int]) -> None:
-    """Restore the number of threads, since the rounding of sums depends on it."""
+    """Restore the number of threads, on which the rounding of sums depends; warn if it is fixed."""
     here = torch.get_num_threads()
     before = saved[task.world.rank] if len(saved) == task.world.size else here
     if before == here:
@@ -329,8 +334,7 @@ def _log_new_length(task: Task, state: dict[str, Any]) -> None:
     rates = []
     wheres = [task.clock.trained_batches / length.total_batches for length in (before, now)]
     for length, where in zip((before, now), wheres, strict=True):
-        batch = length.batch_size * length.accumulate
-        schedule = lr_schedule(task.config.optimizer, length, batch=batch)
+        schedule = lr_schedule(task.config.optimizer, length, batch=length.samples_per_step)
         rates.append(schedule(min(where, 1.0 - 1e-9)))
     log.warning(
         "the run has %d steps now and had %d: at step %d progress jumps from %.3f to %.3f, and the "

@@ -61,7 +61,7 @@ def apply_gradients(task: Task, batches: int = 1) -> None:
 
     Args:
         task: The task; ``task.reduce_gradients`` has been called.
-        batches: Number of batches of this step.
+        batches: Number of global batches of this step.
     """
     task.grad_scaler.unscale_(task.optimizer)
     task.run_hooks("on_backward")

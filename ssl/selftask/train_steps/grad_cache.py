@@ -33,7 +33,9 @@ class GradCache:
     """Two forward passes in chunks: a loss over the whole batch with the memory of one chunk."""
 
     chunks: int = setting(16, min=2)
-    """Number of chunks of each rank's batch; their sizes differ by at most one sample."""
+    """Number of chunks into which each rank's batch is divided, at most one per sample. Their sizes
+    differ by at most one sample.
+    """
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         method, train = config["method"]["name"], config["train"]
@@ -80,9 +82,9 @@ class GradCache:
 
 @torch.no_grad()
 def _forward(task: Task, batch: Batch, chunks: list[slice]) -> tuple[Any, list[Any]]:
-    """Return the joined output of all chunks, and the generators' states before each.
+    """Return the joined output of all chunks, and the states of the random generators before each.
 
-    The network's ``embedding`` becomes that of all chunks, too.
+    The network's ``embedding`` is set to the joined embeddings, if it has any.
     """
     outputs, draws = [], []
     embeddings: list[Any] = []
@@ -106,10 +108,13 @@ def _join(parts: Sequence[Any], sizes: list[int], position: int, task: Task) -> 
     """Concatenate one tensor of the outputs of all chunks, as a leaf of the loss's graph.
 
     Args:
-        parts: The tensor of each chunk, or values that are not tensors.
+        parts: The tensor of each chunk. Of values that are not tensors, the first is returned.
         sizes: Number of samples of each chunk.
-        position: Index of the tensor in an output.
+        position: Index of the tensor among the leaves of an output.
         task: The task.
+
+    Raises:
+        UserError: If the first tensor does not have the samples in ``sample_dim``.
     """
     if not isinstance(parts[0], Tensor):
         return parts[0]

@@ -24,7 +24,7 @@ from selftask.task.update import apply_gradients, compute_gradients, forward
 @register_train_step("sam")
 @dataclass(frozen=True, kw_only=True)
 class SAM:
-    """Update with the gradient at the weights of highest loss within a radius (SAM)."""
+    """Update with the gradient at approximately the worst weights within a radius (SAM)."""
 
     rho: float = setting(0.05, above=0)
     """Radius, eq. 2; 0.5 to 2 is usual with ``adaptive``."""
@@ -34,9 +34,9 @@ class SAM:
     def __call__(self, task: Task) -> None:
         """Update with the gradient at the weights moved by ``rho`` along the first gradient.
 
-        Both gradients are means over ranks. Teachers, memories, BatchNorm statistics, logs and
-        hooks see the first forward pass only. Both passes have the same dropout draws. A test phase
-        stops after the loss.
+        Both gradients are means over ranks. Teachers, memories, BatchNorm statistics and logs use
+        the first forward pass only; ``on_backward`` sees the second gradient. Both passes have the
+        same dropout draws. A test phase stops after the loss.
         """
         batch = task.last_batch = next(task.batches)
         forward(task, batch)
@@ -55,7 +55,7 @@ class SAM:
     def _climbed(self, task: Task) -> Iterator[None]:
         """Context in which ``rho * g / ||g||`` (eq. 2, or as in ASAM) is added to the weights.
 
-        The scale of the loss (``train.grad_scaler``) cancels.
+        The weights are restored on exit. The scale of the loss (``train.grad_scaler``) cancels.
         """
         groups = task.optimizer.param_groups
         weights = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -64,7 +64,9 @@ class SAM:
         length = self.rho / total_norm(relative).clamp(min=1e-12)
         for weight, direction, start in zip(weights, relative, before, strict=True):
             weight += length * (start.abs() * direction if self.adaptive else direction)
-        with torch.enable_grad():
-            yield
-        for weight, start in zip(weights, before, strict=True):
-            weight.copy_(start)
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            for weight, start in zip(weights, before, strict=True):
+                weight.copy_(start)

@@ -140,6 +140,12 @@ def test_without_classifier_and_neighbors_there_are_none(folder: Path) -> None:
     np.testing.assert_allclose(again.features, found.features, rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_without_weights() -> None:
+    model = selftask.Model(torch.nn.Flatten(), {"embed_dim": 12})
+    images = torch.rand(3, 3, 2, 2)
+    assert torch.equal(model.features(images), images.flatten(1))
+
+
 def test_mistakes_are_told_in_one_line(folder: Path) -> None:
     run = folder / "simclr"
     with pytest.raises(UserError, match=r"no evaluation named 'kn'; did you mean 'knn'"):
@@ -148,6 +154,8 @@ def test_mistakes_are_told_in_one_line(folder: Path) -> None:
         selftask.evaluate(run, kk=[3])
     with pytest.raises(UserError, match="evaluate: weights is for a model by its name"):
         selftask.evaluate(selftask.load(run), weights="none", data=str(folder / "images"))
+    with pytest.raises(UserError, match="robustness is a command only: selftask eval robustness"):
+        selftask.evaluate(run, "robustness")
     with pytest.raises(UserError, match="no-such-run"):
         selftask.Predictor(folder / "no-such-run")
     with pytest.raises(UserError, match=r"missing\.jpg"):

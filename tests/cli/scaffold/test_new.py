@@ -97,6 +97,9 @@ def test_the_command_trains_and_checks_it(written: Path) -> None:
     selftask = [sys.executable, "-m", "selftask"]
     done = tiny.run([*selftask, "train", "my_net.yaml", "train.max_steps=2"], written)
     assert "RUN finished: 2 steps" in done.stdout, done.stderr
+    of_terms = ["train", "dino", "import=[loud]", "train.step=loud", "train.max_steps=1"]
+    done = tiny.run([*selftask, *of_terms, "eval.evaluations=null"], written)
+    assert "RUN finished: 1 step " in done.stdout, done.stderr
     words = ["check", "my_net", "import=[my_net]", "--ranks", "1,2"]
     done = tiny.run([*selftask, *words], written)
     assert "SAME: my_net on 2 ranks does what it does on one" in done.stdout, done.stdout

@@ -53,6 +53,14 @@ def test_a_note_if_and_only_if_views_are_copies(views: dict[str, Any], copies: b
     assert any("identical, since none" in note for note in config.notes) == copies
 
 
+def test_a_note_if_the_export_has_no_transforms() -> None:
+    """The transforms of exported backbones and of ``selftask features`` are ``eval.transforms``."""
+    (note,) = load_config("simclr/digits", ["eval=null"]).notes
+    assert note.startswith("eval.transforms is empty") and "eval.evaluations=null" in note
+    kept = load_config("simclr/digits", ["eval.evaluations=null"])
+    assert kept.eval.transforms and not kept.eval.evaluations and kept.notes == []
+
+
 def test_one_view_is_no_copy() -> None:
     assert load_config("mae/digits", overrides({"views": {"main": group(1)}})).notes == []
 

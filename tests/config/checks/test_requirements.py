@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from selftask.config.checks.requirements import of_backbone, required
 from selftask.config.load import load_config
@@ -93,6 +94,20 @@ def test_missing_labels_are_refused_with_the_data(
     if labels[0] == 0:
         with pytest.raises(ConfigError, match=r"data\.val: 1 of 3 images have no label"):
             check_val(config, source, "data.val")
+
+
+def test_classes_that_are_parts_of_a_data_set_are_refused(tmp_path: Path) -> None:
+    for name in ("train/cat/0.png", "train/dog/1.png", "test/cat/2.png"):
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(path)
+    small = ["train.batch_size=2", "data.val=null", f"data={tmp_path}/images"]
+    config = load_config("supervised/images", small)
+    source = open_data(config.data).train
+    assert source.class_names() == ["test", "train"]
+    with pytest.raises(ConfigError, match=r"data: its classes are test, train: .*data=DIR/train"):
+        check_data(config, source)
+    check_data(load_config("simclr/images", small), source)  # which needs none
 
 
 def test_an_unknown_word_is_refused(tmp_path: Path) -> None:

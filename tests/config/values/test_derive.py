@@ -68,8 +68,10 @@ def test_a_config_gets_its_workers_under_torchrun(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert load_config("simclr/digits", ["launch.processes=4"]).data.num_workers == 4
+    alone = load_config("simclr/digits", [])
+    assert alone.place("data.num_workers") == "auto: 16 cores, 1 rank"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     config = load_config("simclr/digits", [])
     assert config.data.num_workers == 2
-    assert config.place("data.num_workers") == "auto: 16 cores, 8 processes"
+    assert config.place("data.num_workers") == "auto: 16 cores, 8 ranks"
     assert load_config("simclr/digits", ["data.num_workers=5"]).data.num_workers == 5

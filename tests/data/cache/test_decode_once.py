@@ -21,10 +21,9 @@ from selftask.data.cache.fill import decode_once
 from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.dataset import EvalDataset
 from selftask.data.open_source import open_source
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, Wrapped
 from selftask.data.sources.files import Folder
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 
 
 @pytest.fixture

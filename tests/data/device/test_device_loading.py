@@ -19,9 +19,8 @@ from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches
 from selftask.data.loading.prefetch import Prefetcher
-from selftask.data.reading.files import BadImage
 from selftask.data.views import Views
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 
 LEVEL = 1 / 255  # a gray level in views without normalize
 

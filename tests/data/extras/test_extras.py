@@ -14,10 +14,9 @@ from clips import Clips, batches, config
 from selftask.batch import Batch
 from selftask.data.data_module import DataModule
 from selftask.data.loading.open_data import Sources
-from selftask.data.reading.files import BadImage
 from selftask.data.subset import subset_of
 from selftask.distributed.world import World
-from selftask.errors import ConfigError, UserError
+from selftask.errors import BadImage, ConfigError, UserError
 
 
 def check(batch: Batch, row: Any = lambda index: index) -> None:

@@ -17,13 +17,12 @@ from PIL import Image
 from selftask.config.schema import Component, num_views, total_views
 from selftask.data.extras import ExtrasReader
 from selftask.data.open_source import open_source
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.sources.dataset_objects import DatasetSource
 from selftask.data.sources.frames import Frames
 from selftask.data.staging.staged_source import copied
 from selftask.data.tokenizers.byte_level import Bytes
-from selftask.errors import ConfigError, UserError
+from selftask.errors import BadImage, ConfigError, UserError
 
 
 def _pixels(path: Path, level: int) -> None:

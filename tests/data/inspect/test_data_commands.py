@@ -25,9 +25,8 @@ from selftask.cli.main import main
 from selftask.cli.options import take_options
 from selftask.data.inspect.check import check
 from selftask.data.inspect.worker_pool import Lost, map_images
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
-from selftask.errors import RunError, UserError
+from selftask.errors import BadImage, RunError, UserError
 
 
 class Numbers(Source):
@@ -135,6 +134,8 @@ def test_check_says_whether_a_run_would_stop(
     )
     _, lines = run_check(capfd, str(tmp_path), "data.max_unreadable=0.05")
     assert lines[-1].endswith("more than data.max_unreadable=0.05 (5.00%) allows: a run would stop")
+    _, lines = run_check(capfd, str(tmp_path), "data.on_error=fail")
+    assert lines[-1].endswith("cannot be read, a run would stop (data.on_error=fail)")
     code, lines = run_check(capfd, str(tmp_path), f"data.max_pixels={24 * 20 - 1}")
     assert code == 1
     assert lines[-1].startswith("CHECK found problems: 10 of 10")
@@ -270,7 +271,7 @@ def test_check_needs_no_torch(tmp_path: Path) -> None:
         (["check", "digits", "--worker", "2"], "did you mean '--workers'?"),
         (
             ["check", "digits", "--workers", "two"],
-            "--workers two: expected a positive whole number",
+            "--workers two: expected 0 or a positive whole number",
         ),
         (["check", "digits", "--workers", "0"], "--workers 0"),
         (["check", "digits", "--workers"], "--workers needs a value"),
@@ -279,7 +280,7 @@ def test_check_needs_no_torch(tmp_path: Path) -> None:
         (["check", "digits", "data.max_pixel=3"], "did you mean 'data.max_pixels'?"),
         (["stats"], "needs a SOURCE"),
         (["stats", "digits", "--max", "0"], "--max 0"),
-        (["stats", "digits", "--max", "-3"], "expected a positive whole number"),
+        (["stats", "digits", "--max", "-3"], "expected 0 or a positive whole number"),
     ],
 )
 def test_bad_arguments_of_data_check_and_stats_are_refused(

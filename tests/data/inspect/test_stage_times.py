@@ -34,8 +34,8 @@ from selftask.data.loading.data_stall import (
     workers_advice,
 )
 from selftask.data.loading.open_data import Sources, open_data
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
+from selftask.errors import BadImage
 from selftask.hooks import metrics
 from selftask.hooks.watching import loader_check
 from selftask.logs import pace

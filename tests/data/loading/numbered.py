@@ -14,8 +14,8 @@ from selftask.batch import Batch
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.loader import Batches
-from selftask.data.reading.files import BadImage
 from selftask.data.views import Views
+from selftask.errors import BadImage
 
 CROP = Component(name="random_resized_crop", args={"size": 8})
 

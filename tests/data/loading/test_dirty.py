@@ -22,11 +22,11 @@ from selftask.config.schema import Config
 from selftask.data.data_module import DataModule
 from selftask.data.loading.open_data import Sources, open_data
 from selftask.data.reading import files
-from selftask.data.reading.files import BadImage, Policy, read_bytes
+from selftask.data.reading.files import Policy, read_bytes
 from selftask.data.sources.dataset_objects import DatasetSource
 from selftask.data.sources.files import FileSource
 from selftask.distributed.world import World
-from selftask.errors import RunError, UserError
+from selftask.errors import BadImage, RunError, UserError
 from selftask.task import Task
 from selftask.task.loop import train_loop
 

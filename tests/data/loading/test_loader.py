@@ -21,13 +21,13 @@ from selftask.data.loading.dataset import EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches, in_equal_numbers
 from selftask.data.loading.open_data import check_data, open_data
 from selftask.data.open_source import open_source
-from selftask.data.reading.files import POLICY, BadImage
+from selftask.data.reading.files import POLICY
 from selftask.data.sampling.repeated import Repeated
 from selftask.data.sampling.sampler import Pool
 from selftask.data.transforms.pipeline import build_pipeline
 from selftask.data.transforms.pretext import drawn_rotation
 from selftask.data.views import Views
-from selftask.errors import ConfigError
+from selftask.errors import BadImage, ConfigError
 from selftask.random.views import draw_rng
 
 

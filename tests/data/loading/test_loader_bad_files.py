@@ -15,13 +15,13 @@ from PIL import Image
 
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.loading.bad_files import BadFiles
-from selftask.data.loading.dataset import ViewDataset
+from selftask.data.loading.dataset import EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches
 from selftask.data.open_source import open_source
-from selftask.data.reading.files import BadImage
 from selftask.data.sources.dataset_objects import DatasetSource
+from selftask.data.transforms.pipeline import Compose
 from selftask.data.views import Views
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 
 ODD_IMAGES = Path(__file__).parents[4] / "shared" / "data" / "odd_images"
 
@@ -114,7 +114,7 @@ def test_only_bad_files() -> None:
         seed=0,
         bad_files=BadFiles(None, 8, max_unreadable=1.0),
     )
-    with pytest.raises(UserError, match="no readable image"):
+    with pytest.raises(UserError, match=r"no readable image.* images/\d: broken, .* and 5 more$"):
         next(batches)
 
 
@@ -132,9 +132,13 @@ def test_views_of_different_sizes_are_explained(tmp_path: Path, workers: int) ->
         Image.new("RGB", (size, 4)).save(tmp_path / f"{size}.png")
     source = open_source(Component(name="folder", args={"path": str(tmp_path)}))
     data = ViewDataset(source, Views({"main": ViewConfig(transforms=[])}), 0)
-    with pytest.raises(UserError, match=r"view 0: .* different sizes \(4x4, 5x4, 6x4\)") as caught:
+    sizes = r"transforms: images of different sizes \(4x4, 5x4, 6x4\) make no batch; add a crop"
+    with pytest.raises(UserError, match=rf"views\.main\.{sizes}") as caught:
         read(Batches(data, batch_size=3, seed=0, num_workers=workers), 1)
     assert "Traceback" not in str(caught.value)
+    evaluated = EvalDataset(source, Compose([]))
+    with pytest.raises(UserError, match=rf"eval\.{sizes}"):
+        read(Batches(evaluated, batch_size=3, seed=0, num_workers=workers), 1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

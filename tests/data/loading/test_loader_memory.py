@@ -21,8 +21,7 @@ from selftask.data.loading.collate import RawBatch, broken
 from selftask.data.loading.loader import Batches, EvalBatches
 from selftask.data.loading.shared_memory import SlotPool, SlotRef, SlotWriter
 from selftask.data.loading.workers import PREFETCH
-from selftask.data.reading.files import BadImage
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 
 
 def batch_of(new: Any, value: int, shape: tuple[int, ...] = (2, 3, 3, 3)) -> RawBatch:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.data.reading.files import POLICY, BadImage
+from selftask.data.reading.files import POLICY
 from selftask.data.reading.image import (
     as_pixels,
     check_header,
@@ -20,6 +20,7 @@ from selftask.data.reading.image import (
     read_image,
     to_rgb,
 )
+from selftask.errors import BadImage
 
 ODD_IMAGES = Path(__file__).parents[4] / "shared" / "data" / "odd_images"
 
@@ -187,7 +188,11 @@ def test_arrays_of_any_layout() -> None:
 def test_torch_tensors_are_images_too() -> None:
     torch = pytest.importorskip("torch")
     pixels = torch.arange(60, dtype=torch.uint8).reshape(3, 4, 5)
-    assert np.array_equal(np.asarray(as_pixels(pixels)), pixels.permute(1, 2, 0).numpy())
+    expected = pixels.permute(1, 2, 0).numpy()
+    assert np.array_equal(np.asarray(as_pixels(pixels)), expected)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        numbers = pixels.to(dtype).requires_grad_()
+        assert np.array_equal(np.asarray(as_pixels(numbers)), expected)
 
 
 @pytest.mark.skipif(not ODD_IMAGES.is_dir(), reason="shared test images are not here")

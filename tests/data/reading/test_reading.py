@@ -17,7 +17,8 @@ from unittest.mock import patch
 import pytest
 
 from selftask.data.reading import files
-from selftask.data.reading.files import POLICY, BadImage, last_file, now_reading, read_bytes
+from selftask.data.reading.files import POLICY, last_file, now_reading, read_bytes
+from selftask.errors import BadImage
 
 
 def read_limited(path: str, timeout_s: float, retries: int = 2) -> bytes:

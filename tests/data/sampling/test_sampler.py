@@ -199,17 +199,18 @@ def test_repeated_shows_each_image_so_often_in_its_batch() -> None:
 
 def test_stratified_batches_are_alike() -> None:
     sampler = make("stratified", seed=1)
-    left_over = set()
+    left_over, losses = set(), set()
     for epoch in range(20):
         batches = epoch_indices(sampler, epoch)
         assert len(np.unique(batches)) == batches.size == 156, "each image once"
         left_over |= set(range(160)) - set(batches.ravel().tolist())
+        losses.add(tuple(np.bincount(LABELS[batches.ravel()], minlength=6)))
         mix = np.stack([np.bincount(LABELS[batch], minlength=6) for batch in batches])
         share = 12 * np.bincount(LABELS) / 160
         assert (np.abs(mix.sum(axis=0) - 13 * share) < 2).all(), "left out of all classes alike"
         assert (np.abs(mix - share) < 2).all()
         assert (np.abs(mix - share) < 1).mean() > 0.9
-    assert len(left_over) > 20, "others in each epoch"
+    assert len(left_over) > 20 and len(losses) > 1, "others in each epoch, of other classes"
 
 
 def test_stratified_batches_are_in_no_order_of_classes() -> None:
@@ -267,6 +268,27 @@ def test_batches_of_too_many_classes() -> None:
         make("few_classes", classes_per_batch=7)
     with pytest.raises(UserError, match=r"classes_per_batch=5: train\.batch_size=12 cannot"):
         make("few_classes", classes_per_batch=5)
+
+
+def test_a_class_gets_its_share_of_few_samples() -> None:
+    """19 : 11 of 30 images are 1.9 : 1.1 of 3."""
+    labels = np.repeat([0, 1], [19, 11])
+    cls = SAMPLERS["power_law"]
+    sampler = cls(cls.Config(power=1.0, samples=3), Pool(30, 3, 0, labels))
+    assert np.bincount(labels[sampler.order(0).at(np.arange(3))]).tolist() == [2, 1]
+
+
+def test_images_that_come_again_in_an_epoch_come_in_another_order() -> None:
+    labels = np.repeat([0, 1], 8)
+    cls = SAMPLERS["few_classes"]
+    sampler = cls(cls.Config(classes_per_batch=1, samples=80), Pool(16, 8, 0, labels))
+    batches = sampler.order(0).at(np.arange(80)).reshape(10, 8)
+    for label in (0, 1):
+        orders = [tuple(batch) for batch in batches if labels[batch[0]] == label]
+        assert len(orders) == len(set(orders)) == 5
+        assert {tuple(sorted(order)) for order in orders} == {
+            tuple(np.flatnonzero(labels == label))
+        }
 
 
 def test_power_one_is_the_data_as_it_is() -> None:

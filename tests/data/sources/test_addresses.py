@@ -14,10 +14,9 @@ from selftask.config.load import load_config
 from selftask.config.schema import Component
 from selftask.data.loading.open_data import open_data
 from selftask.data.open_source import open_source
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.staging.staged_source import copied
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.files import addresses
 
 PIXELS = [np.full((4, 5, 3), 40 * n, np.uint8) for n in range(4)]

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, Wrapped
 from selftask.data.staging.staged_source import copied
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.registry import SOURCES
 
 DEEP = np.random.default_rng(0).integers(0, 12_000, (4, 9, 11, 5), dtype=np.uint16)

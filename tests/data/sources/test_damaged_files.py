@@ -18,9 +18,8 @@ from selftask.config.compose.short_forms import expand_source
 from selftask.config.schema import Component
 from selftask.data.open_source import open_source
 from selftask.data.reading import guards
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 8, 9, 3), dtype=np.uint8)
 JUNK = [b"\xff" * 12, b"\xff\xfe", b"\0", b"-1", b"\n", b"9" * 400, b"1" + b"0" * 15]

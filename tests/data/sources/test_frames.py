@@ -11,9 +11,8 @@ import pytest
 from PIL import Image
 
 from selftask.config.load import load_config
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
-from selftask.errors import ConfigError, UserError
+from selftask.errors import BadImage, ConfigError, UserError
 from selftask.registry import SOURCES
 
 CLIPS = {"run/clip2": 4, "run/clip10": 3, "jump/clip1": 1}

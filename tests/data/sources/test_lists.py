@@ -16,11 +16,10 @@ from selftask.config.compose.short_forms import expand_source
 from selftask.config.load import load_config
 from selftask.data.labels import align_classes
 from selftask.data.loading.open_data import open_data
-from selftask.data.reading.files import BadImage
 from selftask.data.reading.patterns import expand_braces, match_files
 from selftask.data.source import Source
 from selftask.data.subset import subset_of
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.registry import SOURCES
 
 NAMES = ["a/0.png", "a/1.png", "b/x/2.png", "b/3.png"]

@@ -17,10 +17,9 @@ from selftask.config.compose.short_forms import expand_source
 from selftask.config.schema import Component
 from selftask.data.fingerprint import differences, fingerprint
 from selftask.data.open_source import open_source
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.staging.staged_source import copied
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 
 SIDES = ["x0", "y0", "x1", "y1"]
 BOXES = [(0, 0, 7, 5), (2, 1, 6, 5), (3, 2, 4, 3), (0.6, 1.4, 3.5, 4.0), (5, 3, 7, 5)]

@@ -13,14 +13,14 @@ import pytest
 from PIL import Image
 
 from selftask.config.compose.short_forms import expand_source
-from selftask.config.schema import Component
+from selftask.config.schema import Component, DataConfig
 from selftask.data.labels import is_labeled
+from selftask.data.loading.open_data import open_data
 from selftask.data.open_source import open_source
-from selftask.data.reading.files import BadImage
 from selftask.data.reading.path_table import PathTable
 from selftask.data.source import Source
 from selftask.data.sources.dataset_objects import DatasetSource
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.registry import SOURCES
 
 PHOTOS = Path(__file__).parents[4] / "shared" / "data" / "photos" / "train"
@@ -110,6 +110,27 @@ def test_missing_folder_names_its_neighbour(tree: Path) -> None:
         build("folder", path=str(tree.parent / "trian" / "deeper"))
     with pytest.raises(UserError, match=r"data: no folder is given"):
         build("folder", path="")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "start"),
+    [
+        (Component(name="folder", args={"path": "gone", "labels": True}), ": no such folder: gone"),
+        (Component(name="glob", args={"pattern": "gone/*.png"}), r"\.pattern: gone/\*\.png: "),
+    ],
+)
+def test_an_error_of_a_validation_set_names_its_key(
+    tree: Path, wrong: Component, start: str
+) -> None:
+    """A recipe may have a ``data.val`` that its user does not know of."""
+    good = Component(name="folder", args={"path": str(tree), "labels": True})
+    for data, key in (
+        (DataConfig(source=wrong), "data"),
+        (DataConfig(source=good, val=wrong), r"data\.val"),
+        (DataConfig(source=good, val_sets={"other": wrong}), r"data\.val_sets\.other"),
+    ):
+        with pytest.raises(UserError, match=f"^{key}{start}"):
+            open_data(data)
 
 
 def test_list_with_labels(tree: Path) -> None:

@@ -20,12 +20,11 @@ from PIL import Image
 from selftask.config.schema import Component
 from selftask.data.loading.open_data import Sources, copy_data
 from selftask.data.open_source import open_source
-from selftask.data.reading.files import BadImage
 from selftask.data.relabeled import relabeled
 from selftask.data.source import Source
 from selftask.data.staging import copies
 from selftask.data.staging.staged_source import copied
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 5, 7, 3), dtype=np.uint8)
 

@@ -15,9 +15,8 @@ import pytest
 from PIL import Image
 
 from selftask.config.compose.short_forms import expand_source
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.registry import SOURCES
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 5, 7, 3), dtype=np.uint8)

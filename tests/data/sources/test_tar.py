@@ -16,10 +16,9 @@ import pytest
 from PIL import Image
 
 from selftask.data.reading import storage
-from selftask.data.reading.files import BadImage
 from selftask.data.reading.tar_walk import Damaged, Member, walk
 from selftask.data.source import Source
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.registry import SOURCES
 
 RNG = np.random.default_rng(0)

@@ -14,12 +14,11 @@ from PIL import Image
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.loading.dataset import EvalDataset, ViewDataset
 from selftask.data.open_source import open_source
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.transforms.channels import by_groups, channel_problems, for_channels
 from selftask.data.transforms.pipeline import Compose, build_pipeline
 from selftask.data.views import Views
-from selftask.errors import ConfigError, UserError
+from selftask.errors import BadImage, ConfigError, UserError
 from selftask.random.views import draw_rng
 from selftask.registry import TRANSFORMS, Registry
 

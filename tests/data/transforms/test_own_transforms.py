@@ -75,6 +75,10 @@ class OneArgument:
         return image
 
 
+class WithArgument:
+    def __init__(self, factor: float) -> None: ...
+
+
 class NotCallable:
     def forward(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return image
@@ -88,6 +92,7 @@ def plain_function(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     ("entry", "message"),
     [
         (OneArgument, r"the transform OneArgument is called with \(image, rng\), and takes \(ima"),
+        (WithArgument, r"own_wrong, which is no dataclass, .* and takes \(factor: 'float'\)"),
         (NotCallable, r"NotCallable has no __call__\(self, image, rng\)"),
         (plain_function, "is a function; register a dataclass with __call__"),
     ],

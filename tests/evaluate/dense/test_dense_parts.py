@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score, recall_score
+from torch import Tensor
 
 from dense_data import interpolated
 from figures import draw
+from selftask.errors import UserError
 from selftask.evaluate.dense.confusion import Confusion, upsampled_classes
-from selftask.evaluate.dense.linear_heads import fit_linear_heads
-from selftask.evaluate.dense.masks import read_mask
+from selftask.evaluate.dense.heads import HeadOptions, fit_heads
+from selftask.evaluate.dense.linear_heads import LinearHeads, fit_linear_heads
+from selftask.evaluate.dense.masks import IGNORED, classes_of, read_mask
 from selftask.evaluate.dense.memory import PatchMemory, class_shares
 
 
@@ -46,6 +50,16 @@ def test_scores_are_interpolated_between_the_centers_of_patches() -> None:
     scores = draw(3, 5, 6, 4)[:, :4]
     expected = interpolated(scores.numpy(), 30).argmax(axis=0)
     assert (upsampled_classes(scores, 30).numpy() == expected).all()
+
+
+def test_as_many_classes_as_int16_has_numbers() -> None:
+    """Every second index of a mask of 16 bits, and one more, as in depth maps."""
+    even = dict.fromkeys(range(0, 65_536, 2), 1)
+    numbers = classes_of(None, (), even).numbers()
+    assert (numbers[::2] == np.arange(32_768)).all() and (numbers[1::2] == IGNORED).all()
+    assert len(classes_of(None, (0,), even, {65_535: 1})) == 32_768
+    with pytest.raises(UserError, match="32,769 indices of classes; at most 32,768"):
+        classes_of(None, (), even, {65_535: 1})
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (5, 3)])
@@ -85,9 +99,12 @@ def test_memory_is_bounded_and_the_same_for_any_batches() -> None:
     assert counts[2] == 0 and counts[5] <= 3 and max(counts) <= 12
     assert (labels.sum(dim=1) > 0).all()
     patches = maps.flatten(2).transpose(1, 2)
+    places: dict[int, list[int]] = {}
     for row, label, image in zip(features, labels, images.tolist(), strict=True):
         (number,) = (patches[image] == row).all(dim=1).nonzero()[0].tolist()
+        places.setdefault(image, []).append(number)
         assert torch.equal(shares[image, number], label)
+    assert not set(places[0]) <= set(places[1]) and not set(places[1]) <= set(places[0])
     other = PatchMemory(50, 9, seed=4)
     other.add(other.offer(maps, shares, torch.arange(9)))
     assert not torch.equal(other.finish()[0], features)
@@ -112,6 +129,26 @@ def test_linear_heads_reach_the_floor_of_the_loss() -> None:
     assert slow > floor + 0.05, "this rate is too small, so the loss can be above the floor"
 
 
+def test_linear_heads_are_trained_by_adamw_along_a_cosine() -> None:
+    """Kingma and Ba's algorithm 1 for the mean loss, with decay of the weights only."""
+    features, shares = 3 + 2 * draw(1, 12, 4), draw(2, 12, 3).softmax(dim=1)
+    steps, rate, decay = 6, 0.1, 0.5
+    heads = fit_linear_heads(features, shares, [rate], steps=steps, weight_decay=decay, seed=0)
+    inputs = (features - features.mean(dim=0)) / features.std(dim=0, correction=0)
+    inputs = torch.cat([inputs, torch.ones(12, 1).double()], dim=1)
+    weights, first, second = (torch.zeros(3, 5).double() for _ in range(3))  # biases are last
+    for step in range(steps):
+        gradient = ((inputs @ weights.T).softmax(dim=1) - shares).T @ inputs / 12
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.999 * second + 0.001 * gradient**2
+        lr = rate * (1 + math.cos(math.pi * step / steps)) / 2
+        weights[:, :4] *= 1 - lr * decay
+        scale = (second / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8
+        weights -= lr * first / (1 - 0.9 ** (step + 1)) / scale
+    torch.testing.assert_close(heads.weights[0], weights[:, :4], rtol=0, atol=1e-9)
+    torch.testing.assert_close(heads.biases[0], weights[:, 4], rtol=0, atol=1e-9)
+
+
 def test_heads_trained_at_once_are_those_trained_alone() -> None:
     features, shares = draw(0, 1500, 8).float(), torch.eye(3)[torch.arange(1500) % 3]
     fit = partial(fit_linear_heads, features, shares, steps=30, weight_decay=0.01, seed=1)
@@ -120,6 +157,40 @@ def test_heads_trained_at_once_are_those_trained_alone() -> None:
         alone = fit([rate])
         assert torch.allclose(together.weights[number], alone.weights[0], atol=1e-6)
         assert torch.allclose(together.biases[number], alone.biases[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [0, 5, 11])
+def test_the_learning_rate_is_the_best_on_images_that_are_held_out(seed: int) -> None:
+    """Of 12 of 30 images of four patches; then the head is fitted to all patches.
+
+    Fitted to all patches at once, another rate would be the best.
+    """
+    draws, rates = torch.Generator().manual_seed(seed), [1.0, 0.001, 0.03]
+    images, labels = (
+        torch.arange(30).repeat_interleave(4),
+        torch.randint(3, (120,), generator=draws),
+    )
+    centers = 0.5 * torch.randn(3, 32, generator=draws)
+    features = centers[labels] + 1.5 * torch.randn(120, 32, generator=draws)
+    shares = torch.eye(3)[labels]
+    options = HeadOptions(heads=["linear"], lr=rates, steps=60, held_out=0.4, seed=2)
+    heads, facts = fit_heads(options, features, shares, images)
+
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(2))
+    held = torch.isin(images, order[:12])
+
+    def fit(rows: Tensor, rate: float) -> LinearHeads:
+        settings: dict[str, Any] = {"steps": 60, "weight_decay": 0.0001, "seed": 2}
+        return fit_linear_heads(features[rows], shares[rows], [rate], **settings)
+
+    def accuracy(rows: Tensor, rate: float) -> float:
+        predicted = fit(rows, rate).scores(features[held])[0].argmax(dim=1)
+        return float((predicted == labels[held]).float().mean())
+
+    every = torch.ones_like(held)
+    best, of_all = (max(rates, key=partial(accuracy, rows)) for rows in (~held, every))
+    assert facts == {"linear_lr": best} and best != of_all
+    torch.testing.assert_close(heads["linear"](features), fit(every, best).scores(features)[0])
 
 
 @pytest.mark.parametrize("mode", ["P", "L", "I;16", "1"])

@@ -197,6 +197,13 @@ def test_scales_are_averaged_after_normalization() -> None:
     assert torch.allclose(pooled.combine(pooled.vectors(image)), expected / expected.norm())
 
 
+@pytest.mark.parametrize("value", [math.nan, 1e20])
+def test_descriptors_without_a_finite_norm_are_an_error(value: float) -> None:
+    model = Descriptors(Map(), DescriptorOptions(), torch.device("cpu"))
+    with pytest.raises(UserError, match="the features are not finite, or too large"):
+        model.vectors(torch.full((1, 3, 8, 8), value))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_images_are_fitted_to_the_patches_of_a_transformer(dynamic: bool) -> None:
     vit = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=dynamic, depth=1).eval()

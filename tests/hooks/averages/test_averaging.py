@@ -18,6 +18,7 @@ from selftask.data.loading.open_data import open_data
 from selftask.errors import ConfigError, UserError
 from selftask.evaluate.offline import evaluate_backbone
 from selftask.evaluate.online import evaluate_task
+from selftask.hooks.averages.ema import ExponentialAverage
 from selftask.hooks.base import Hook
 from selftask.models.weights.model_source import open_model
 from selftask.registry import register_hook
@@ -95,6 +96,7 @@ def test_averages_are_those_of_the_papers(folder: Path) -> None:
         torch.testing.assert_close(got.double(), mean, rtol=1e-5, atol=1e-6)
     assert any("running_var" in name for name in ema)
     assert not any("running_var" in name for name in swa)
+    assert task.averages["swa"].updates == 4
     for name, got in swa.items():
         counted = [SEEN[step][name] for step in (4, 6, 8, 10)]
         mean = counted[0].clone()
@@ -223,3 +225,24 @@ def test_swa_does_not_miss_a_skipped_step(folder: Path) -> None:
     assert task.named_hooks["swa"].updates == 1
     for name, value in task.base_model.named_parameters():
         assert torch.equal(task.named_hooks["swa"].weights[name], value), name
+
+
+def test_weights_are_restored_after_an_error(folder: Path) -> None:
+    task = train(folder, "raised", EMA, "train.max_steps=2")
+    before = {name: value.clone() for name, value in task.base_model.state_dict().items()}
+
+    def fail() -> None:
+        assert tiny.differences(before, task.base_model.state_dict())
+        raise RuntimeError("evaluation")
+
+    with pytest.raises(RuntimeError, match="evaluation"), task.averages["ema"].in_place(task):
+        fail()
+    assert not tiny.differences(before, task.base_model.state_dict())
+
+
+def test_a_loaded_average_is_saved_again_before_the_start() -> None:
+    """An error between a resume and ``on_start`` must not lose it."""
+    saved = {"updates": 3, "weights": {"head.weight": torch.ones(2)}}
+    hook = ExponentialAverage()
+    hook.load_state_dict(saved)
+    assert hook.state_dict() == saved

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
-import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from nan_runs import failure, inject
 
 import tiny
 from ranks import run_ranks
-from run_folders import read_events
 from selftask.cli.main import main
 from selftask.hooks.base import function_hook
 from selftask.hooks.failures.non_finite import NonFiniteLoss, is_finite
-from selftask.hooks.writers.csv_table import Csv
-from selftask.task import build, repeat
+from selftask.task import repeat
 from selftask.task.loop import Interrupted, train_loop
 from selftask.task.replay import replay
-
-
-def inject(kind: str, at: int, rank: int = 0) -> str:
-    return f"hooks.fault_injection={{kind: {kind}, at: {at}, rank: {rank}}}"
-
-
-def failure(folder: Path, *more: str, method: str = "simclr") -> str:
-    """The message of a run that fails because of NaN."""
-    task = tiny.task(method, folder, "run", *more)
-    with pytest.raises(NonFiniteLoss) as error:
-        train_loop(task)
-    assert isinstance(error.value, FloatingPointError), "as a script would catch it"
-    return str(error.value)
 
 
 @pytest.mark.parametrize("step", [3, 7])  # before the first checkpoint, and after it
@@ -93,7 +77,7 @@ def test_the_loss_is_replayed_bit_for_bit(tmp_path: Path, method: str) -> None:
     assert re.search(
         r"the gradient is not finite, and the loss is \d.* at step 4 .*: network", text
     )
-    result = replay(tmp_path / "run/failures/step_4", [])
+    result = replay(tmp_path / "run/failures/step_4/failure.json", [])  # a file of the dump
     assert result.same
     assert result.loss == result.recorded
     assert not result.gradients
@@ -103,6 +87,33 @@ def test_the_loss_is_replayed_bit_for_bit(tmp_path: Path, method: str) -> None:
 def test_the_output_is_told_apart(tmp_path: Path) -> None:
     assert not is_finite([{"features": (torch.tensor([1.0, -torch.inf]),)}])
     assert "the output of the network is not finite" in failure(tmp_path, inject("nan_output", 2))
+
+
+@pytest.mark.parametrize("step", [4, tiny.STEPS])  # the last one: no later loss shows it
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
+    tmp_path: Path, step: int
+) -> None:
+    """A gradient of NaN in the step of a checkpoint: the loss of this step is still finite."""
+    text = failure(tmp_path, inject("nan_gradient", step), "train.checkpoint_every='2 steps'")
+    assert "the gradient is not finite, and the loss is" in text
+    assert f"at step {step} on rank 0: network.backbone." in text
+    saved = tiny.last_state(tmp_path / "run")
+    assert saved["clock"]["steps_done"] == step - (1 if step % 2 else 2)
+    assert is_finite(saved["model"])
+    assert not (tmp_path / "run/export").exists()
+
+
+def test_weights_that_overflow_end_the_run(tmp_path: Path) -> None:
+    """Gradients are finite, so repeating the steps finds nothing else to name."""
+
+    def overflow(task: Any) -> None:
+        with torch.no_grad():
+            next(task.base_model.parameters()).fill_(torch.inf)
+
+    task = tiny.task("simclr", tmp_path, "run", "train.checkpoint_every='1 steps'")
+    task.add_hook(function_hook(on_update=overflow))
+    with pytest.raises(NonFiniteLoss, match=r"weights are not finite after step 1: network\.backb"):
+        train_loop(task)
 
 
 def test_what_does_not_occur_again(tmp_path: Path) -> None:
@@ -196,10 +207,13 @@ def test_the_first_failures_of_a_run_are_dumped(tmp_path: Path) -> None:
 def test_a_run_does_not_repeat_more_steps_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step is the third one, and the run has no checkpoint."""
+    """The step is the third one, and the run has no checkpoint, or two."""
     for most, message in ((2, "the last checkpoint is of step 0"), (3, "step 3 on rank 0: its im")):
         monkeypatch.setattr(repeat, "MOST_REPEATED", most)
         assert message in failure(tmp_path, inject("nan_input", 3), f"out={tmp_path}/{most}")
+    monkeypatch.setattr(repeat, "MOST_REPEATED", 0)
+    often = ("train.checkpoint_every='1 steps'", f"out={tmp_path}/often")
+    assert "checkpoint is of step 2" in failure(tmp_path, inject("nan_input", 3), *often)
 
 
 def test_terms_in_a_row_are_those_of_a_step_that_counts(tmp_path: Path) -> None:
@@ -209,97 +223,6 @@ def test_terms_in_a_row_are_those_of_a_step_that_counts(tmp_path: Path) -> None:
     (row,) = (row for row in tiny.rows(tmp_path / "run") if "invariance" in row)
     assert row["invariance"] > 0
     assert row["redundancy"] > 0
-
-
-def test_rollback_is_what_skip_is(tmp_path: Path) -> None:
-    """With a row for each step, exactly the affected step is left out; rows appear once."""
-    for policy in ("skip", "rollback"):
-        tiny.train("moco", tmp_path, policy, f"train.on_nan={policy}", inject("nan_input", 7))
-    skip, rollback = (tiny.last_state(tmp_path / policy) for policy in ("skip", "rollback"))
-    for part in ("model", "method", "optimizer", "clock"):
-        assert not tiny.differences(skip[part], rollback[part]), part
-    assert tiny.rows(tmp_path / "skip") == tiny.rows(tmp_path / "rollback")
-
-
-def test_a_compiled_run_goes_back(tmp_path: Path) -> None:
-    compiled = ("train.compile=model", "train.compile_options.backend=eager")
-    text = failure(tmp_path, inject("nan_input", 3), *compiled)
-    assert "the loss is nan at step 3 on rank 0: its images are not finite" in text
-
-
-def test_a_resume_after_a_rollback_misses_no_hook(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    more = ("train.on_nan=rollback", inject("nan_input", 3))
-    with pytest.raises(Interrupted):
-        train_loop(tiny.task("simclr", tmp_path, "run", *more, "train.stop_at=5"))
-    with caplog.at_level("WARNING", logger="selftask"):
-        train_loop(tiny.task("simclr", tmp_path, "run", *more))
-    assert not [text for text in caplog.messages if "non_finite" in text]
-
-
-def test_rollback_leaves_out_the_rest_of_the_window(tmp_path: Path) -> None:
-    more = ("train.on_nan=rollback", "train.log_every=4", inject("nan_input", 7))
-    task = tiny.train("simclr", tmp_path, "run", *more)
-    assert (task.steps_done, task.clock.skipped) == (tiny.STEPS, 2)  # 7, and 8, the next row
-    assert task.rollbacks == 1
-
-
-def test_rollback_discards_what_came_after_the_checkpoint(tmp_path: Path) -> None:
-    """Without a checkpoint: rows in the history, and an average that has not begun again."""
-    swa = ("hooks.swa={start: 2, every: 1}", "train.max_steps=4")
-    more = ("train.on_nan=rollback", *swa, inject("nan_input", 4))
-    task = tiny.task("simclr", tmp_path, "run", *more)
-    begun = []
-
-    def note(task: Any) -> None:
-        begun.append((task.steps_done, "swa" in task.averages))
-
-    task.add_hook(function_hook(on_step=note))
-    train_loop(task)
-    assert task.rollbacks == 1
-    assert begun[4:6] == [(1, False), (2, True)]
-    assert list(task.history["loss"].steps) == [1, 2, 3]
-
-
-def test_rollback_keeps_one_network_in_memory_and_opens_writers_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two networks may not fit; a writer of ``add_hook`` is not built anew."""
-    old: list[Any] = []
-    build_network = build.network
-
-    def build_alone(*args: Any) -> Any:
-        gc.collect()
-        assert [network() for network in old] == [None] * len(old)
-        built = build_network(*args)
-        old.append(weakref.ref(built[1]))
-        return built
-
-    monkeypatch.setattr(build, "network", build_alone)
-    more = ("train.on_nan=rollback", "train.checkpoint_every=2", inject("nan_input", 4))
-    task = tiny.task("moco", tmp_path, "run", *more, "hooks.swa={start: 1, every: 1}")
-    task.add_hook(Csv(), "table")
-    train_loop(task)
-    assert task.rollbacks == 1 and len(old) == 2
-    lines = (task.out / "metrics.csv").read_text().splitlines()
-    assert len(lines) == 1 + len(tiny.rows(task.out))
-
-
-def test_a_run_from_another_goes_back_to_its_beginning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its own first checkpoint is of step 5. Going back is no resume."""
-    tiny.train("simclr", tmp_path, "first", "train.stop_at=3")
-    resume = f"resume={tmp_path}/first/checkpoints/step_000000003.pt"
-    tiny.train("simclr", tmp_path, "run", resume, "train.on_nan=rollback", inject("nan_input", 4))
-    assert "going back to step 3, to repeat" in caplog.text
-    assert [e["step"] for e in read_events(tmp_path / "run") if e["event"] == "resume"] == [3]
-
-
-def test_rollback_ends_with_its_budget(tmp_path: Path) -> None:
-    more = ("train.on_nan=rollback", "train.nan_budget=0", inject("nan_input", 7))
-    assert "after 0 rollbacks" in failure(tmp_path, *more)
 
 
 def test_resume_bit_for_bit_with_skipped_steps(tmp_path: Path) -> None:

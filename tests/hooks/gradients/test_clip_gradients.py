@@ -54,9 +54,10 @@ def same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
 @pytest.mark.parametrize("max_norm", [2.0, 1e6])
 def test_a_common_norm_is_torchs(p: float, max_norm: float) -> None:
     ours, theirs = parameters(), parameters()
+    total = total_norm(gradients(ours), p)
     norm = clip_norm(gradients(ours), max_norm, p=p)
     expected = nn.utils.clip_grad_norm_(theirs, max_norm, norm_type=p)
-    assert norm.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert total.item() == norm.item() == pytest.approx(expected.item(), rel=1e-12)
     same(ours, theirs)
 
 

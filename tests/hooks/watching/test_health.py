@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import tiny
+from selftask.hooks.failures.non_finite import NonFiniteLoss
 from selftask.hooks.watching.health import Health, effective_rank, embedding_std, mean_cosine
 from selftask.hooks.watching.progress import ProgressBar
 from selftask.models.backbones.small_resnet import SmallResNet
@@ -65,6 +66,17 @@ def test_a_learning_rate_that_is_lost_in_rounding(
     train(tmp_path, "simclr", 40, "optimizer.lr=1e-30", "train.log_every=20")
     (message,) = [text for text in warnings(caplog.records) if "weight moves" in text]
     assert "so it is far too small or no gradient arrives: raise optimizer.lr" in message
+
+
+@pytest.mark.parametrize("lr", ["1e18", "1e30"])  # squares of the weights overflow float32
+def test_weights_that_overflow_are_not_called_still(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lr: str
+) -> None:
+    """NaN has a message of its own; a higher learning rate would be wrong advice."""
+    words = ("optimizer=sgd", f"optimizer.lr={lr}", "optimizer.warmup=0", "train.log_every=12")
+    with pytest.raises(NonFiniteLoss):
+        train(tmp_path, "simclr", 12, *words)
+    assert not [text for text in warnings(caplog.records) if "weight moves" in text]
 
 
 def test_a_layer_that_a_forward_pass_creates(

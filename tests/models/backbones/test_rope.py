@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +83,24 @@ def test_rope_is_that_of_capi() -> None:
     edge = [0, 0, 0.25, 0, 0.5, 0, 0.75, 0, 1, 0, 1, 0.25, 1, 0.5, 1, 0.75]
     edge += [1, 1, 0.75, 1, 0.5, 1, 0.25, 1, 0, 1, 0, 0.75, 0, 0.5, 0, 0.25]
     assert border_coordinates(16).flatten().tolist() == edge
+
+
+def test_capi_is_built_on_the_meta_device_after_transformers_loaded_a_model() -> None:
+    """transformers replaces torch.linspace meanwhile, and torch remembers the replacement."""
+    code = """
+import torch
+original = torch.linspace
+torch.linspace = lambda *args, **kwargs: original(*args, **{"device": "cpu", **kwargs})
+with torch.device("meta"):
+    torch.empty(1)
+torch.linspace = original
+from selftask.models.backbones.rope import CapiRope
+with torch.device("meta"):
+    assert torch.linspace(0, 1, 2).device.type == "cpu"  # otherwise this test is superfluous
+    assert CapiRope(16, 4, (2, 2)).angular.device.type == "meta"
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_capis_angles_are_not_rounded_by_autocast() -> None:

@@ -335,20 +335,6 @@ def test_rotary_positions_of_another_size_are_timms(name: str) -> None:
     assert torch.allclose(loaded.eval().forward_features(images), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [{}, {"reg_tokens": 2, "no_embed_class": True}])
-@torch.no_grad()
-def test_other_sizes_are_those_of_timms_dynamic_model(layout: dict[str, Any]) -> None:
-    fixed, dynamic = _vit(**layout).eval(), _vit(dynamic_img_size=True, **layout).eval()
-    dynamic.load_state_dict(fixed.state_dict())
-    images = torch.randn(2, 3, 24, 40)
-    features = extract(fixed, images)
-    assert features.tokens.grid == (3, 5)
-    assert torch.allclose(features.pooled, dynamic(images), atol=1e-6)
-    assert torch.equal(extract(dynamic, images).pooled, features.pooled)
-    with pytest.raises(UserError, match="30x32 pixels cannot be divided into patches of 8x8"):
-        extract(fixed, torch.zeros(1, 3, 30, 32))
-
-
 @torch.no_grad()
 def test_torchvisions_vit_of_another_size_has_timms_positions() -> None:
     vit, other = _torchvision_vit(), _torchvision_vit(48)

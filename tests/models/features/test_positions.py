@@ -14,7 +14,9 @@ import torchvision
 from torch import Tensor, nn
 
 from imagined_device import NAME, ImaginedDevice, in_process
+from selftask.errors import UserError
 from selftask.models.features import tokens
+from selftask.models.features.extract import extract
 from selftask.models.features.tokens import resample
 from selftask.models.network import Network
 
@@ -116,3 +118,22 @@ def test_the_imagined_device_reports_torchs_interpolation() -> None:
     assert [line.split(": ")[-1] for line in refused] == [
         "aten._upsample_bicubic2d_aa_backward.default"
     ]
+
+
+@pytest.mark.parametrize("layout", [{}, {"reg_tokens": 2, "no_embed_class": True}])
+@torch.no_grad()
+def test_other_sizes_are_those_of_timms_dynamic_model(layout: dict[str, Any]) -> None:
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}
+    fixed, dynamic = (
+        timm.models.VisionTransformer(num_classes=0, dynamic_img_size=any_size, **sizes, **layout)
+        for any_size in (False, True)
+    )
+    dynamic.eval()
+    dynamic.load_state_dict(fixed.eval().state_dict())
+    images = torch.randn(2, 3, 24, 40)
+    features = extract(fixed, images)
+    assert features.tokens.grid == (3, 5)
+    assert torch.allclose(features.pooled, dynamic(images), atol=1e-6)
+    assert torch.equal(extract(dynamic, images).pooled, features.pooled)
+    with pytest.raises(UserError, match=r"30x32 pixels .* patches of 8x8 .* such as 32$"):
+        extract(fixed, torch.zeros(1, 3, 30, 32))

@@ -269,6 +269,8 @@ def test_layers_that_mix_positions_otherwise_are_refused() -> None:
     for name, layer in (("seresnet18", "SEModule"), ("resnetblur18", "BlurPool2d")):
         with pytest.raises(UserError, match=rf"backbone: its \S+ is a {layer}, which cannot"):
             check_layers(_timm(name)())
+    with pytest.raises(UserError, match="backbone: it is a Softmax, which cannot"):
+        check_layers(torch.nn.Softmax(dim=1))
     assert "sparse" not in offers(_timm("mobilenetv3_small_050")())
 
 

@@ -96,7 +96,13 @@ PICKLES = {
     "function with state": name("torch", "Size") + b"}" + text("call") + b"K\x01sb",
     "class with state": name("torch", "Size") + b"N}" + text("call") + b"K\x01s\x86b",
     "item of a tensor": name("torch", "Size") + b"K\x00K\x01s",
+    "appended item": name("torch", "Size") + b"K\x01a",
+    "appended items": name("torch", "Size") + b"(K\x01e",
+    "added items": name("torch", "Size") + b"(K\x01\x90",
+    "set items": name("torch", "Size") + b"(K\x01K\x01u",
     "called number": b"K\x01)R",
+    "dict of a dict": name("collections", "OrderedDict") + b"}\x85R",
+    "called with names": (name("collections", "OrderedDict") + b")}" + text("a") + b"K\x01s\x92"),
     "long text": b"\x8d" + struct.pack("<Q", MEMORY),
     "long bytes": b"\x8e" + struct.pack("<Q", MEMORY),
     "long bytearray": b"\x96" + struct.pack("<Q", MEMORY),
@@ -108,12 +114,37 @@ PICKLES = {
     "deep key of old form": b"(" + DEEP_TUPLE + b"K\x01d",
     "deep item of a set": b"\x8f(" + DEEP_TUPLE + b"\x90",
     "deep item of a frozenset": b"(" + DEEP_TUPLE + b"\x91",
+    "deepest item of a set": b"\x8f()" + b"\x85" * MANY_LEVELS + b"\x90",
+    "deepest item of a frozenset": b"()" + b"\x85" * MANY_LEVELS + b"\x91",
+    "deepest storage": b")" + b"\x85" * MANY_LEVELS + b"Q",
+    "deepest key of a storage": (
+        b"("
+        + text("storage")
+        + name("torch", "FloatStorage")
+        + b")"
+        + b"\x85" * MANY_LEVELS
+        + text("cpu")
+        + b"K\x04tQ"
+    ),
     "deep list to a set": name("builtins", "set") + b"](" + DEEP_TUPLE + b"e\x85R",
     "deep key of an OrderedDict": (
         name("collections", "OrderedDict") + b"](](" + DEEP_TUPLE + b"K\x01ee\x85R"
     ),
     "deep in itself": b"}q\x00" + text("a") + b"h\x00s",
     "deep and twice the same": b"]q\x00" + 40 * b"](h\x00h\x00eq\x00",
+}
+
+
+REFUSALS = {  # part of the message -> kinds; others are damaged, or refused by what they call
+    "changes an object (Constructor)": (
+        *("function with state", "class with state", "item of a tensor"),
+        *("appended item", "appended items", "added items", "set items"),
+    ),
+    "calls with names of arguments": ("allocator", "called with names"),
+    "calls an object": ("untyped storage", "addresses", "called number"),
+    "makes a dict of no list": ("dict of a dict",),
+    "names the extension 1": ("extension",),
+    "has a shape of other things": ("size of text", "negative size", "negative array"),
 }
 
 
@@ -130,6 +161,8 @@ def test_hostile_pickles_are_refused(kind: str, form: str, tmp_path: Path) -> No
     assert message.startswith(f"{path}: ")
     assert "\n" not in message and len(message) < 400
     assert ("nests its content too deeply" in message) == kind.startswith("deep")
+    for part, kinds in REFUSALS.items():
+        assert (part in message) == (kind in kinds)
 
 
 @pytest.mark.parametrize(

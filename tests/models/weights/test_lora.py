@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from selftask.checkpoint import rotation, store
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema.component import LoRAConfig
 from selftask.errors import ConfigError, UserError
+from selftask.methods.families.block_prediction import initialize as as_ijepa
+from selftask.methods.families.masked_patches import initialize_as_mae
 from selftask.models.backbones.vit import ViTMicro
 from selftask.models.weights.averages import kept_average
 from selftask.models.weights.lora import LowRank, adapt, adapted_state, merged, merged_state
@@ -186,6 +189,18 @@ def test_parametrizations_of_the_backbone_itself_are_kept(norm: Any) -> None:
     assert merged(model).state_dict().keys() == keys
     for other in (merged(model), plain):
         torch.testing.assert_close(other(images), model(images))
+
+
+@pytest.mark.parametrize("initialize", [initialize_as_mae, partial(as_ijepa, std=None)])
+def test_a_method_initializes_the_weights_below_the_adapters(initialize: Any) -> None:
+    plain, adapted = (ViTMicro(depth=2).build() for _ in range(2))
+    adapt(adapted, LoRAConfig(rank=2))
+    for network in (plain, adapted):
+        torch.manual_seed(0)
+        initialize(network)
+    state = merged(adapted).state_dict()
+    for name in ("patch_embed.proj.weight", "blocks.1.attn.qkv.weight", "blocks.1.mlp.fc2.weight"):
+        assert torch.equal(state[name], plain.state_dict()[name]), name
 
 
 def test_weights_for_the_plain_network_load_into_the_base() -> None:

@@ -130,6 +130,9 @@ def test_export_to_detectron2_and_vissl(tmp_path: Path) -> None:
     words = ["timm:vit_tiny_patch16_224", "weights=none", "--to", "vissl", f"--out={tmp_path}"]
     with pytest.raises(UserError, match=r"--to vissl is for ResNets .* not for a VisionTransf"):
         export.main(words)
+    words[0] = "timm:resnet10t"  # a stem of three convolutions, and a pool before each shortcut
+    with pytest.raises(UserError, match=r"not for a ResNet, which has 'conv1\.0\.weight'"):
+        export.main(words)
 
 
 def test_arrays_in_a_plain_pickle(tmp_path: Path) -> None:

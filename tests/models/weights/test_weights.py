@@ -133,6 +133,20 @@ def test_another_architecture_is_refused(resnet: nn.Module) -> None:
         load_weights(build_backbone(RESNET), vit.state_dict(), min_matched=0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
+def test_weights_that_are_no_floating_point_numbers_are_refused(
+    dtype: torch.dtype, resnet: nn.Module
+) -> None:
+    """Without its scale, a quantized weight means nothing; a complex one would lose a part."""
+    state = {**resnet.state_dict(), "layer1.0.conv1.weight": torch.zeros(64, 64, 3, 3, dtype=dtype)}
+    fresh = build_backbone(RESNET)
+    before = {key: value.clone() for key, value in fresh.state_dict().items()}
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(UserError, match=rf"w\.pt: layer1\.0\.conv1\.weight is {name}, and weights"):
+        load_weights(fresh, state, what="w.pt")
+    assert _same(fresh.state_dict(), before)
+
+
 class _Config(dict):
     """A config object that someone pickled with the weights."""
 

@@ -140,6 +140,10 @@ def test_jobs_of_slurm_are_in_the_same_table(
     assert pending == {"back", "waiting"}
     assert main(["runs", "state=pending"]) == 0
     assert capsys.readouterr().out.startswith("JOB  RUN ")
+    in_slurm |= {"7_0": "SUSPENDED", "7_2": "CONFIGURING"}
+    for state, name in (("suspended", "going"), ("configuring", "waiting")):
+        assert [Path(str(run["run"])).name for run in listed(capsys, f"state={state}")] == [name]
+    assert listed(capsys, "state=cancelled") == []
 
 
 @pytest.mark.parametrize(

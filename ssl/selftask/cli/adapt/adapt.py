@@ -40,13 +40,13 @@ The same command again resumes a run with the choices it began with. More: docs/
 {VERBOSITY}"""
 
 _BY_MEMORY = ("backbone.lora", "train.batch_size", "train.accumulate", "train.step")
-"""Keys that free memory decides."""
+"""Keys whose values are chosen according to the free memory."""
 
 
 def main(argv: list[str]) -> int:
     """Choose the settings, train, and compare the features with those at the start.
 
-    With ``--dry-run``, only the choices are printed.
+    With ``--dry-run``, only the choices are printed. Returns the exit code of the training.
     """
     needs_first(argv, "adapt needs a run or model", USAGE)
     from selftask.cli import train
@@ -68,8 +68,8 @@ def recipe_words(address: str, words: list[str]) -> tuple[str, list[str]]:
     A resumed run keeps its choices, since a different amount of free memory could change them.
 
     Raises:
-        UserError: If the model or ``data`` is missing, if ``weights=none``, or if the architecture
-            is the user's code and ``trust=true`` is not given.
+        UserError: If the model or ``data`` is missing, if ``weights=none``, if the architecture is
+            the user's code and ``trust=true`` is not given, or if the memory is too small.
     """
     from selftask.models.weights.address import NONE
     from selftask.plan.assumptions import take_assumptions
@@ -96,7 +96,10 @@ def recipe_words(address: str, words: list[str]) -> tuple[str, list[str]]:
 
 
 def _normalization(facts: dict[str, Any], recipe: str) -> dict[str, Any]:
-    """Return overrides that give all pipelines of the recipe the model's normalization."""
+    """Return overrides that give all pipelines of the recipe the model's normalization.
+
+    The result is empty if the model has none.
+    """
     from selftask.config.load import load_config
 
     normalize = next((t for t in facts.get("transforms") or () if t["name"] == "normalize"), None)
@@ -136,7 +139,7 @@ def _choices(
     keys: set[str],
     assumptions: Any,
 ) -> list[Choice]:
-    """Return the choices for the images; a run that resumes keeps its own."""
+    """Return the choices that depend on the images and the memory; a resumed run keeps its own."""
     from selftask.config.load import load_config
     from selftask.task.task_state import resumes
 
@@ -243,7 +246,8 @@ def conclude(config: Config) -> None:
     """Print how the features compare with those at the start.
 
     The best features are exported, unless the last ones are the best and better than those at the
-    start. Nothing is compared before the run has finished, or with fewer than two k-NN results.
+    start. With fewer than two k-NN results, only the cosine between features and those at the start
+    is printed; before the run has finished, nothing is.
     """
     from selftask.checkpoint.mirror import upload_files
     from selftask.logs import read_metrics

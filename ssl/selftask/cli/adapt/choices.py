@@ -16,7 +16,7 @@ FEW, SOME, MANY = 2_000, 20_000, 200_000  # images
 
 _WITH_LABELS = ("supervised", "multilabel", "clip")
 _BY_NAME = {"dinov3": "dinov3", "dinov2": "dinov2", "dino": "dino", "mae": "mae", "clip": "dino"}
-"""Part of a model's name -> method, the first that fits."""
+"""Part of a model's name -> method; the first part that the name contains decides."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,14 @@ def choose_method(facts: dict[str, Any]) -> tuple[str, str]:
 
 
 def choose_side(facts: dict[str, Any]) -> list[Choice]:
-    """Return a list with the choice of image size; empty for a model without a fixed input size."""
+    """Return a list with the choice of image size; empty if the model's input size is unknown.
+
+    Sizes above ``LARGEST_SIDE`` pixels are reduced to it, rounded down to whole patches, or to a
+    multiple of 32 pixels without patches.
+
+    Args:
+        facts: As in ``choose_method``.
+    """
     architecture = Component(**facts["architecture"])
     side = facts.get("input_size") or architecture.args.get("img_size")
     patch = patch_size(architecture)
@@ -64,7 +71,7 @@ def choose_side(facts: dict[str, Any]) -> list[Choice]:
 
 
 def choose_batch(num_images: int) -> Choice:
-    """Return the choice of batch size: halved until an epoch has 4 batches, but not below 8."""
+    """Return the choice of batch size: 64, halved until an epoch has 4 batches, but at least 8."""
     batch = BATCH
     while batch > 8 and 4 * batch > num_images:
         batch //= 2
@@ -80,7 +87,7 @@ def choose_schedule(
 
     Args:
         num_images: Number of training images.
-        batch: Images in a step.
+        batch: Number of images in an optimizer step, for the reason.
         is_small: Whether adapters or few parameters are trained, which learn at higher rates.
         has_layers: Whether the backbone is a transformer.
     """

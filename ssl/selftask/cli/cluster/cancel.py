@@ -17,7 +17,7 @@ running job saves a checkpoint first; the same `selftask submit` command resumes
 
 
 def main(argv: list[str]) -> int:
-    """Cancel the jobs and print their ids."""
+    """Cancel the jobs and print their ids; without words, print the usage and return 2."""
     if not argv:
         print(USAGE)
         return 2

@@ -20,7 +20,10 @@ FINISHED = ("finished", "ended", "completed")  # states of runs, and of jobs of 
 
 
 def main(argv: list[str]) -> int:
-    """Print a table with one line per run; with ``--wait``, a line for each job that ends."""
+    """Print a table with one line per run; with ``--wait``, a line for each job that ends.
+
+    With ``--wait``, return 1 if a job has not finished successfully.
+    """
     words, options = take_options(argv, {"--wait": bool})
     outs = find([Path(word) for word in words])
     if options.get("--wait"):

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _submit_here(words: list[str], cluster: str) -> int:
-    """Start local jobs, or train in this process under a debugger."""
+    """Start local jobs, or for ``debug`` train in this process under a debugger."""
     from selftask.slurm import local_job, queue
     from selftask.slurm.plan import read_local
 

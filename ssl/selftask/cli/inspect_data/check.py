@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps({"source": survey.name, **report.to_dict()}))
     else:
         shown = [f"{'source':<11}{survey.name}", *lines_of(report)]
-        for line in [*shown, verdict(report, survey.config.max_unreadable)]:
+        for line in [*shown, verdict(report, survey.config)]:
             sys.stdout.buffer.write(os.fsencode(line) + b"\n")  # file names may be invalid UTF-8
         sys.stdout.flush()
     return 1 if report.unreadable else 0

@@ -15,7 +15,7 @@ BLANK = "base/evaluate.yaml"  # recipe of which only the data section is used
 
 
 class Survey(NamedTuple):
-    """An opened source and the number of processes that read it."""
+    """An opened source, its name on the command line, its config, and the number of processes."""
 
     name: str
     source: Source
@@ -33,8 +33,8 @@ def open_for_survey(command: str, words: list[str], num_workers: int | None, usa
         usage: Usage text, for messages.
 
     Raises:
-        UserError: If ``selftask train data=SOURCE key=value`` would raise one, or if a catalog
-            names code without ``trust=true``.
+        UserError: If SOURCE is missing, ``num_workers`` is 0, a word is invalid, the source cannot
+            be opened, or a catalog names code without ``trust=true``.
     """
     words, trust = take_trust(words)
     if not words or not is_source(words[0]):
@@ -53,7 +53,11 @@ def open_for_survey(command: str, words: list[str], num_workers: int | None, usa
 
 
 def is_source(word: str) -> bool:
-    """Return whether a word is a source, not ``key=value``; a path may contain = after a slash."""
+    """Return whether a word is a source, not ``key=value``.
+
+    A path may contain ``=`` after a slash, or if it begins with a slash or dot; ``{...}`` is a
+    source, too.
+    """
     return "=" not in word.split("/")[0] or word.startswith(("/", ".", "{"))
 
 

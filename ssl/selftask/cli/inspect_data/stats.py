@@ -56,7 +56,12 @@ def main(argv: list[str]) -> int:
 
 
 def lines_of(statistics: Statistics, num_images: int) -> Iterator[str]:
-    """Yield the lines of the report; the last one can be pasted into a recipe."""
+    """Yield the lines of the report; the last one can be pasted into a recipe.
+
+    Args:
+        statistics: The statistics.
+        num_images: Number of images of the source, of which not all may have been measured.
+    """
     rate = statistics.num_images / max(statistics.seconds, 1e-9)
     unreadable = f", {statistics.num_unreadable:,} unreadable" if statistics.num_unreadable else ""
     yield (

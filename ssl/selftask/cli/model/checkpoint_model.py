@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from selftask.checkpoint.kept import named_checkpoint
+from selftask.checkpoint.mirror import local_run
 from selftask.checkpoint.rotation import checkpoints
 from selftask.cli.model.export import Average, export_run
 from selftask.cli.model.load_model import Frozen, open_frozen
@@ -28,7 +29,8 @@ def open_named(address: str, overrides: list[str]) -> tuple[Frozen, str]:
     """
     checkpoint = named_checkpoint(address)
     if checkpoint is None and take("weights", overrides)[0] in ("ema", "swa"):  # not in the export
-        checkpoint = next(iter(checkpoints(expand_user(address) / "checkpoints")), None)
+        run = expand_user(local_run(address, num_checkpoints=1))
+        checkpoint = next(iter(checkpoints(run / "checkpoints")), None)
     if checkpoint is None:
         return open_frozen(address, overrides), address
     return open_checkpoint(checkpoint, overrides), str(checkpoint.parent.parent)

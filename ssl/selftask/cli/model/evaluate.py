@@ -94,7 +94,8 @@ def main(argv: list[str]) -> int:
 def _row(name: str, address: str, overrides: list[str]) -> dict[str, float]:
     """Return the metrics with their intervals, and append those of a run to ``evaluations.jsonl``.
 
-    A table of hidden layers is printed, if several were evaluated.
+    If several hidden layers were evaluated, a table of them is printed. The result is empty on
+    ranks other than 0.
 
     Args:
         name: Name of the evaluation.
@@ -134,7 +135,7 @@ def evaluate_named(
     frozen, run = open_named(address, asked_words(name, overrides))
     takes_backbone = EVALUATIONS.declared(name, "takes_backbone", False)
     # Evaluations that take the backbone have no `tell`; show their log lines on stderr instead.
-    is_logged = takes_backbone and tell is not None and read_world().rank == 0
+    is_logged = takes_backbone and tell is not None
     with info_on_stderr() if is_logged else nullcontext():
         figures = evaluate_frozen([name], frozen, tell=tell)
     if not figures:
@@ -153,9 +154,12 @@ def evaluate_frozen(
     """Return the metrics of the named evaluations; empty on ranks other than 0.
 
     Args:
-        names: Names of the evaluations.
+        names: Names of the evaluations, which are in the config of ``frozen``.
         frozen: The model and its images.
         tell: Called with lines about images and classes; None logs them.
+
+    Raises:
+        UserError: If labels are missing or do not allow the evaluation.
     """
     from selftask.evaluate.offline import evaluate_backbone
 

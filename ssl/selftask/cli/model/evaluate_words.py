@@ -31,7 +31,7 @@ def take_model(name: str, argv: list[str], usage: str) -> tuple[str, list[str]]:
 
 
 def take_fields(words: list[str], kind: type[T]) -> tuple[T, list[str]]:
-    """Return an instance of a dataclass, built from words that set its fields, and the other words.
+    """Build a dataclass from words that set its fields; return it and the other words.
 
     Args:
         words: Words of the command line; values are YAML, as in a config.
@@ -86,6 +86,8 @@ def check_words(
     command: str, words: Iterable[str], keys: Collection[str], sections: Collection[str] = ()
 ) -> None:
     """Raise UserError for a word that has no effect, such as a setting of the optimizer.
+
+    The constants ``SECTIONS``, ``OF_TRAIN`` and ``OTHERS`` have the keys that all commands accept.
 
     Args:
         command: Name of the command, for the message.

@@ -171,9 +171,8 @@ def _open(
 
 @dataclass(frozen=True)
 class Average:
-    """Average of weights to export: of the hook named ``kept``, or over the newest ``checkpoints``.
-
-    If both are None, the weights are not averaged.
+    """Average of weights to export: that which the hook ``kept`` keeps, or that of the newest
+    checkpoints, whose number is ``checkpoints``. If both are None, the weights are not averaged.
     """
 
     kept: str | None = None
@@ -197,19 +196,18 @@ def export_run(
 ) -> Path:
     """Write the model of a checkpoint of ``run``; return the path of the written file or folder.
 
-    For ``checkpoint``, it is the whole state of the checkpoint.
+    Further students of the method are written to folders in ``out``, unless weights are averaged.
 
     Args:
         run: The run folder.
         out: The folder to write to.
-        to: A format of ``FORMATS``.
+        to: A format of ``FORMATS``; ``checkpoint`` writes the whole state instead of the model.
         trust: Allow code that the run names, such as a backbone of the user's own.
         average: Average of weights to write, if any.
         checkpoint: A checkpoint of the run; None for the newest.
 
     Raises:
-        UserError: If the run lacks the checkpoints, or if the backbone does not belong to the
-            library named by ``to``.
+        UserError: If the run lacks the checkpoints or the average, or as ``write``.
     """
     from selftask.checkpoint import store
     from selftask.config.load import load_config
@@ -303,13 +301,16 @@ def _of_average(kept: str, state: Mapping[str, Any], name: str) -> bool:
 
 
 def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> Path:
-    """Write a backbone in a format of ``FORMATS``; return the path of the file or folder.
+    """Write a backbone to a folder; return ``backbone.pt``, or the file or folder that ``to`` adds.
+
+    ``backbone.pt``, ``.safetensors`` and ``.json`` are written for every format. Limits of the
+    result, such as a fixed image size, are printed as warnings.
 
     Args:
         backbone: The backbone.
         folder: Folder to write to.
         facts: Metadata, see ``save_backbone``.
-        to: The format, other than ``checkpoint``.
+        to: A format of ``FORMATS`` other than ``checkpoint``.
 
     Raises:
         UserError: If the format does not support the backbone, or a required package is missing.
@@ -370,7 +371,8 @@ def _newest(run: Path, number: int) -> list[Path]:
 def _with_statistics(backbone: nn.Module, config: Config, *, trust: bool) -> nn.Module:
     """Return the averaged backbone, with new BatchNorm statistics if the run has ``precise_bn``.
 
-    If it does not have that hook, a note on stderr says that they belong to other weights.
+    If it does not have that hook, a note on stderr says that the statistics belong to other
+    weights. A backbone without BatchNorm is returned unchanged.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 

@@ -53,7 +53,10 @@ _FILES = (".npy", ".npz", ".csv", ".pt", ".h5")  # not written; a folder of such
 
 
 def main(argv: list[str]) -> int:
-    """Write the features; print the path and the numbers of images and features."""
+    """Write the features; print the path and the numbers of images and features.
+
+    Ranks other than 0 only compute their share.
+    """
     needs_first(argv, "features needs a run or model", USAGE)
     address, overrides = argv[0], argv[1:]
     ranks, overrides = take("rank", overrides)
@@ -146,7 +149,11 @@ def _write_table(out: str, frozen: Frozen, world: World, facts: dict[str, Any]) 
 
 
 def _write(write: Callable[..., Any], frozen: Frozen, world: World, facts: dict[str, Any]) -> Any:
-    """Compute and write the features batch by batch; return the result of ``write``."""
+    """Compute and write the features batch by batch; return the result of ``write``.
+
+    ``write`` is called with an iterable of (features of all layers, list of those of each layer),
+    the source and ``facts``.
+    """
     from selftask.evaluate.on_ranks import connected
     from selftask.evaluate.online import pooled_layers
 
@@ -161,14 +168,17 @@ def _write(write: Callable[..., Any], frozen: Frozen, world: World, facts: dict[
 
 
 def _mapped(path: Path) -> np.ndarray:
-    """Return the features of a file, memory-mapped."""
+    """Return the features (N, E) of a file, memory-mapped."""
     import numpy as np
 
     return np.load(path, mmap_mode="r")
 
 
 def _write_clusters(folder: Path, path: Path, seed: int, num_clusters: int) -> None:
-    """Cluster the features and write the cluster of each image as its label."""
+    """Cluster the features in ``path`` and write the cluster of each image as its label.
+
+    Raises UserError if there are fewer images than clusters.
+    """
     import numpy as np
     import torch
 
@@ -191,6 +201,9 @@ def _write_ranking(folder: Path, path: Path, source: Source | None) -> None:
         folder: The folder, with ``images.csv``.
         path: File of the features.
         source: The images, of which a page is also written; None for no page.
+
+    Raises:
+        UserError: If there is only one image.
     """
     from selftask.evaluate.feature_files import IMAGES, indices_of, write_ranking
     from selftask.evaluate.features import FileRows

@@ -38,7 +38,7 @@ normalization; `selftask config {RECIPE}` shows the recipe.
 
 
 def main(argv: list[str]) -> int:
-    """Convert the model to config overrides and run ``selftask train``."""
+    """Convert the model to config overrides and run ``selftask train``; return its exit code."""
     needs_first(argv, "finetune needs a run or model", USAGE)
     from selftask.cli import train
 
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def recipe_words(address: str, words: list[str]) -> list[str]:
-    """Return the overrides of RECIPE for this model and its run, followed by those in ``words``.
+    """Return the overrides of ``RECIPE`` for a model and its run, followed by those in ``words``.
 
     Raises:
         UserError: If there is no such model, if neither its run nor ``words`` give data, or if its
@@ -93,12 +93,12 @@ def take_start(address: str, words: list[str]) -> tuple[list[str], bool, str]:
 def start_settings(
     command: str, address: str, weights: str, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings that follow from the model: backbone, its weights, and ``out``.
+    """Return the settings that follow from the model, by key: backbone, its weights, and ``out``.
 
     Args:
         command: Name of the command, for ``out``.
         address: A run, a file, or a model of timm or torchvision.
-        weights: ``weights=`` of the command line.
+        weights: Value of ``weights=``: ``pretrained``, ``none`` or a file.
         facts: Metadata of the model.
     """
     from selftask.models.weights.address import NONE, PRETRAINED
@@ -115,7 +115,7 @@ def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
     """Return overrides that give views and evaluation the model's size and normalization.
 
     A model that received images in their own size (the digits) is trained with the transforms of
-    its evaluation.
+    its evaluation. The result is empty if the transforms are unknown.
     """
     shown = facts.get("transforms")
     if not shown:
@@ -154,7 +154,7 @@ def _data(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
 
 
 def flow(value: Any) -> str:
-    """Format a value for ``key=value``; raise UserError if it has a reference, ``${...}``."""
+    """Format a plain value for ``key=value``; raise UserError if it has a reference, ``${...}``."""
     from selftask.config.compose.overrides import format_value
 
     text = format_value(value)

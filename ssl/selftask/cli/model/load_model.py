@@ -39,7 +39,7 @@ eval.transforms=[...]  how images are shown; default: as in the run, or as the l
 
 @dataclass(frozen=True)
 class Frozen:
-    """A model on the CPU, its metadata, the images, and the device to compute on."""
+    """A model on the CPU, its metadata, config and images, and the device to compute on."""
 
     backbone: nn.Module
     facts: dict[str, Any]
@@ -49,7 +49,7 @@ class Frozen:
 
     @cached_property
     def model_digest(self) -> str:
-        """SHA-256 digest of the names and values of the backbone's tensors."""
+        """SHA-256 digest of the names and values of the backbone's tensors, in hexadecimal."""
         from selftask.models.weights.frozen import weights_digest
 
         return bytes(weights_digest(self.backbone).tolist()).hex()
@@ -76,6 +76,7 @@ def open_frozen(
     """Return the model at ``address``, and the images of its run or of ``overrides``.
 
     Images are transformed as in the run's config or, without a run, as in the model's metadata.
+    Plug-ins of ``overrides`` are imported.
 
     Args:
         address: A run, a file, or a model of timm or torchvision.
@@ -177,7 +178,7 @@ def _is_typed(config: Config, key: str) -> bool:
 
 
 def without_old_val(words: list[str]) -> list[str]:
-    """Drop the run's validation sets if the words name other images.
+    """Drop the run's validation sets if the words name other training images.
 
     Args:
         words: ``key=value`` words for the config of a run.

@@ -27,7 +27,7 @@ confusion=FILE  also write the numbers of images by label (rows) and predicted c
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the command line."""
+    """Options of the command; the usage text describes them."""
 
     topk: list[int] | None = None
     bins: int = setting(15, min=1)

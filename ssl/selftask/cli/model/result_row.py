@@ -16,7 +16,9 @@ from selftask.report.layers import by_layer
 def described(
     figures: Mapping[str, float], digests: Mapping[str, str]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return the metrics with their intervals, and the other entries for ``evaluations.jsonl``.
+    """Return the metrics with their intervals, and ``image_scores`` for ``evaluations.jsonl``.
+
+    The second result is empty if no metric has a score for each image.
 
     Args:
         figures: Metrics of an evaluation by name.
@@ -29,9 +31,9 @@ def described(
 def with_intervals(row: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics with their 95 % intervals, as ``NAME_low`` and ``NAME_high``.
 
-    These are bootstrap intervals over test images, of metrics that have a score for each image.
-    Metrics of several seeds also have ``NAME_seeds_low`` and ``NAME_seeds_high``, by Student's t
-    over the seeds.
+    Only metrics with a score for each image have these intervals, which are bootstrapped over the
+    test images. Metrics of several seeds also have ``NAME_seeds_low`` and ``NAME_seeds_high``, by
+    Student's t over the seeds.
     """
     extended: dict[str, float] = {}
     for name, value in row.items():

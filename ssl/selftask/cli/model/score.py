@@ -35,7 +35,7 @@ A method without a classifier has no meters: its loss is that of data=DIR in the
 
 
 def main(argv: list[str]) -> int:
-    """Print the loss and the meters of a run."""
+    """Print step, loss and meters of a run as one JSON line."""
     needs_first(argv, "test needs a RUN", USAGE)
     words, trust = take_trust(argv[1:])
     checkpoint = named_checkpoint(argv[0])
@@ -69,7 +69,11 @@ def main(argv: list[str]) -> int:
 
 
 def _beside(config: Config, checkpoint: Path, folder: Path, average: str | None) -> Config:
-    """Return the config of a task on one process that only loads the checkpoint."""
+    """Return the config of a task on one process that only loads the checkpoint.
+
+    ``average`` names the hook whose average replaces the weights, or is None. Raises UserError if
+    the run has no such hook.
+    """
     from selftask.task.loaded import config_to_load
 
     hooks = {key: hook for key, hook in config.hooks.items() if key == average}
@@ -93,7 +97,7 @@ def _check_labeled(config: Config, source: Source) -> None:
 def _scores(config: Config, predictions: str | None) -> dict[str, float]:
     """Return step, loss and meters; write the predictions if a file is given.
 
-    If the method does not output logits, return its loss with the views of training.
+    If the method has no meters, the loss is that on the views of training.
     """
     from contextlib import nullcontext
 

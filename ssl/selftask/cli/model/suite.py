@@ -64,7 +64,9 @@ def main(argv: list[str]) -> int:
 
 
 def _evaluate(request: Request, results: CheckpointResults, *, follow: bool) -> None:
-    """Run the evaluations that have no result yet; with ``follow``, until the run ends."""
+    """Run the evaluations that have no result yet; with ``follow``, also those of new checkpoints
+    until the run ends.
+    """
     from selftask.report.overview.run_line import read_line
 
     while True:
@@ -99,7 +101,7 @@ def _print_table(request: Request, results: CheckpointResults) -> None:
 def _evaluate_one(
     request: Request, path: Path, evaluations: list[str], results: CheckpointResults
 ) -> None:
-    """Evaluate one checkpoint and store its metrics."""
+    """Evaluate one checkpoint and store its metrics; skip it if the run has removed it."""
     from selftask.cli.model.checkpoint_model import open_checkpoint
     from selftask.cli.model.evaluate import evaluate_frozen
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SuiteJob:
-    """``selftask eval suite`` as a picklable callable for submitit; keeps existing results."""
+    """``selftask eval suite`` as a picklable callable for submitit."""
 
     words: list[str]  # arguments of `selftask eval suite`
     folder: str  # working directory of the submission
@@ -59,6 +59,8 @@ class SuiteJob:
 
 def submit_suite(request: Request, config: Config, *, each: bool, follow: bool = False) -> str:
     """Submit a job for the evaluations that have no result yet, and return its id.
+
+    The id of an array is that without the index.
 
     Args:
         request: The requested evaluations.
@@ -98,7 +100,7 @@ def submit_suite(request: Request, config: Config, *, each: bool, follow: bool =
 def _check_idle(run: Path) -> None:
     """Raise UserError if an earlier job is still in the queue."""
     for job, state in queue.queue(queue.suite_jobs(run)).items():
-        if state.split()[0] in queue.WAITING:
+        if queue.is_waiting(state):
             raise UserError(
                 f"{run}: job {job} ({state}) evaluates its checkpoints already; "
                 f"`selftask cancel {job}` first, or wait"

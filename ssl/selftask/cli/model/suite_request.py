@@ -65,7 +65,7 @@ class Request:
 
     @property
     def settings(self) -> list[str]:
-        """The words that affect the results."""
+        """The words that affect the results, sorted."""
         return sorted(w for w in self.words if not _key(w).startswith(_ON_ANY_MACHINE))
 
 

@@ -18,7 +18,7 @@ KNOWN: dict[str, type] = {"--depth": int, "--size": int, "--channels": int}
 
 
 def main(argv: list[str]) -> int:
-    """Print the costs of each module of a recipe's backbone."""
+    """Print the costs of each module of a recipe's backbone for one image."""
     words, options = take_options(argv, KNOWN)
     needs_first(words, "model-summary needs a RECIPE", USAGE)
     from selftask.config.checks.grid import output_side

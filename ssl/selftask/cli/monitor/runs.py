@@ -72,7 +72,12 @@ def main(argv: list[str]) -> int:
 
 
 def folder_of(word: str, command: str = "runs") -> Path:
-    """Return the local folder that a word names; raise UserError if there is none."""
+    """Return the local folder that a word names; raise UserError if there is none.
+
+    Args:
+        word: A word of the command line.
+        command: Name of the command, for messages.
+    """
     if is_remote(word):
         raise UserError(f"{word}: an address; copy its runs to a folder, or name a local one")
     if not paths.is_folder(word):
@@ -82,7 +87,11 @@ def folder_of(word: str, command: str = "runs") -> Path:
 
 
 def lines_of(folders: list[Path]) -> list[RunLine]:
-    """Return a line for each run below the folders or of their submissions, and its job's state."""
+    """Return a line for each run in or below the folders, with the state of its job if it has one.
+
+    Runs that submissions below the folders have recorded are included, and so is a line for each
+    record that cannot be read.
+    """
     runs: dict[Path, RunLine] = {}
     jobs: dict[Path, str] = {}
     for folder in folders:

@@ -82,14 +82,14 @@ def _check_name(kind: str, name: str) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether a module is found outside the current folder."""
+    """Return whether Python finds a module of this name outside the current folder."""
     here = ("", os.getcwd())
     path = [folder for folder in sys.path if folder not in here]
     return importlib.machinery.PathFinder.find_spec(name, path) is not None
 
 
 def _fill(kind: str, name: str) -> dict[Path, str]:
-    """Return the texts of the files by path."""
+    """Return the texts of the files to write, by path."""
     words = {
         "name": name,
         "dashed": name.replace("_", "-"),

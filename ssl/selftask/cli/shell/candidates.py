@@ -57,7 +57,7 @@ def _matching(words: Iterable[str], start: str) -> list[str]:
 
 
 def _options(name: str) -> list[str]:
-    """Return the options in the command's usage text."""
+    """Return the long options in the command's usage text, and ``--help``."""
     usage = str(importlib.import_module(COMMANDS[name][0]).USAGE)
     return list(dict.fromkeys([*_OPTION.findall(usage), "--help"]))
 
@@ -100,7 +100,7 @@ def _of_kind(kind: str, last: str) -> list[str]:
 
 
 def recipe_names() -> list[str]:
-    """Return the methods that have a recipe (``simclr``), then all recipes (``simclr/digits``)."""
+    """Return methods with shipped recipes (``simclr``), then the recipes (``simclr/digits``)."""
     from selftask.config.compose.recipes import shipped
 
     names = list(shipped())

@@ -41,7 +41,7 @@ class Completions:
 
     @property
     def keys(self) -> list[str]:
-        """Inner keys."""
+        """Names of the inner keys; empty for a plain value."""
         if self.entries is not None:
             return self.entries.names()
         if self.schema is SCHEMA:

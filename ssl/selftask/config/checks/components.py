@@ -25,9 +25,9 @@ def component_problems(config: Config) -> Iterator[Problem]:
 
 
 def hook_problems(config: Config) -> Iterator[Problem]:
-    """Yield key and text of each problem that hooks report.
+    """Yield key and text of each problem that hooks report, such as a missing package.
 
-    The packages that hooks need, such as loggers, may be missing where a run is only read.
+    They matter only where a run trains, not where it is read.
     """
     plain_config = _plain(config)
     for name, hook in config.hooks.items():
@@ -82,7 +82,10 @@ def iter_problems(
     if component.name not in registry:  # of Classy Vision, or torch.optim
         return
     if not registry.is_shipped(component.name):
-        schema_of(registry, component.name).check_defaults()
+        wrong = list(schema_of(registry, component.name).default_problems())
+        if wrong:  # its own checks are not made for such values
+            yield from ((key, text) for text in wrong)
+            return
     config = config_class(registry, component.name)
     made = None
     if config is not None and hasattr(config, "problems"):

@@ -55,8 +55,8 @@ def with_image_size(config: Config, size: int, layers: Layers) -> tuple[Config, 
     """Return ``config`` with all its image sizes set for images of ``size`` pixels.
 
     The largest views get ``size``. Smaller views (multi-crop) and a resize before a crop keep their
-    ratio to it. A size is kept if a later layer than that of ``image_size`` sets it, for example
-    the command line after a recipe. A different size set by the same layer is a problem.
+    ratio to it. A value is kept if a later layer than that of ``image_size`` sets it, for example
+    the command line after a recipe. A different value set by the same layer is a problem.
 
     Args:
         config: The config.
@@ -142,7 +142,7 @@ def _chosen(
 
 
 def undivided(backbone: Component, size: int) -> str | None:
-    """Return a problem if ``size`` is not a multiple of the patch size, else None."""
+    """Return a message if ``size`` is not a multiple of the backbone's patch size, else None."""
     patch = patch_size(backbone)
     if not patch or size % patch == 0:
         return None
@@ -171,7 +171,7 @@ def resized_pipeline(transforms: list[Component], size: int) -> list[Component]:
 
     Earlier sizes keep their ratio to the last one. If all transforms keep the size, a resize and a
     center crop are inserted first. An empty list, and transforms whose output size is unknown (a
-    custom one may set it), are returned unchanged.
+    custom one may change it), are returned unchanged.
     """
     nominal = nominal_size(transforms)
     if nominal is None and transforms and all(keeps_size(t) for t in transforms):
@@ -247,7 +247,8 @@ def other_sizes(
 ) -> Iterator[Problem]:
     """Yield problems of the sizes of views and evaluation for a backbone with a fixed patch grid.
 
-    A backbone that interpolates its position embeddings also accepts views of other sizes.
+    A backbone that interpolates its position embeddings accepts views of different sizes, if one of
+    the sizes is that of its grid, or unknown.
 
     Args:
         config: The config to check.
@@ -360,8 +361,8 @@ def output_side(transforms: list[Component]) -> int | None:
 def resizes(transform: Component) -> str | None:
     """Return how a transform changes the image size, see ``Transform.resizes``.
 
-    None: not at all. ``"square"``: to ``size`` x ``size`` pixels. Any other string: in another way,
-    or the transform is not registered.
+    None: not at all. ``"square"``: to ``size`` x ``size`` pixels. ``"unknown"``: the transform is
+    not registered or does not declare it. Any other string: in another way.
     """
     return TRANSFORMS.declared(transform.name, "resizes", "unknown")
 

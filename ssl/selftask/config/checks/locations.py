@@ -103,7 +103,10 @@ def _broken_rules(init: InitConfig) -> Iterator[Problem]:
 def _unreadable(
     key: Key, name: str, path: str, wanted: str, words: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """Yield a problem unless the path is a regular file or a folder; a pipe would block."""
+    """Yield a problem unless there is a regular file or a folder at a path or address.
+
+    ``words`` are other valid values, for a hint. A pipe is refused, since reading it would block.
+    """
     try:
         is_there = addresses.exists(path) if is_remote(path) else is_file(path) or is_folder(path)
     except UserError as error:
@@ -144,6 +147,6 @@ def asked_checkpoint(config: Config) -> str:
 
 
 def goes_on(config: Config) -> bool:
-    """Return whether all weights come from a checkpoint; ``init.backbone`` is then not read."""
+    """Return whether the run resumes from a checkpoint, so that ``init.backbone`` is not read."""
     asked = config.resume.checkpoint
     return has_checkpoints(config) if asked == "auto" else asked != "never"

@@ -82,7 +82,13 @@ def _declared_views(method: str) -> Any:
 
 
 def count_problems(method: str, declared: Any, numbers: Mapping[str, int]) -> Iterator[Problem]:
-    """Yield problems of numbers of views by group that do not match what the method declares."""
+    """Yield a problem for each group whose number of views is not what the method declares.
+
+    Args:
+        method: Name of the method, for messages.
+        declared: ``Method.views``.
+        numbers: Number of views of an image in each group.
+    """
     groups = declared if isinstance(declared, dict) else {None: declared}
     for group, wanted in groups.items():
         least, most = wanted if isinstance(wanted, tuple) else (wanted, wanted)
@@ -112,7 +118,7 @@ def of_backbone(config: Config, offered: Collection[str]) -> Iterator[str]:
 
     Args:
         config: Config of the run.
-        offered: Those that the backbone meets.
+        offered: Requirements that the backbone meets.
     """
     for word in OF_BACKBONES:
         if word in required(config.method.name) - {*offered}:

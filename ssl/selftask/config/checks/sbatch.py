@@ -105,6 +105,11 @@ def _time_problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
+def options_of(slurm: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of ``launch.slurm`` by the names of their options."""
+    return {option(key): value for key, value in slurm.items()}
+
+
 def option(key: str) -> str:
     """Return the name of an option with underscores: ``cpus_per_task`` for ``--cpus-per-task``."""
     return key.lstrip("-").replace("-", "_")

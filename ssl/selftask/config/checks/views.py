@@ -45,7 +45,7 @@ def _groups(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
 
 
 def _unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
-    """Yield a problem for each transform without a batched version (``data.cache=device``)."""
+    """Yield a problem for each transform that ``is_unbatched``, for ``data.cache=device``."""
     for name, group in views.items():
         for index, transform in enumerate(group.transforms):
             if is_unbatched(transform.name):
@@ -90,7 +90,10 @@ def normalizes(name: str) -> bool:
 
 
 def is_unbatched(name: str) -> bool:
-    """Return whether a transform has no version for whole batches, so that workers apply it."""
+    """Return whether a transform has no version for whole batches, so that workers apply it.
+
+    The result is False for normalization, and for a name that is not registered.
+    """
     if name in BATCHED_TRANSFORMS or name not in TRANSFORMS or normalizes(name):
         return False
     custom = TRANSFORMS.imported(name)
@@ -115,8 +118,18 @@ def _not_affine(transform: Component, registry: Registry, key: Key) -> Iterator[
         yield from _not_affine(*inner)
 
 
+def empty_transforms(config: Config) -> Iterator[str]:
+    """Yield a note if the run's evaluations and export have no transforms."""
+    if not config.eval.transforms:
+        yield (
+            "eval.transforms is empty, so `eval`, `features` and the exported backbone will see "
+            "images that are neither resized nor normalized; to train without evaluations, set "
+            "eval.evaluations=null instead of eval=null"
+        )
+
+
 def identical_views(config: Config) -> Iterator[str]:
-    """Yield a note for each set of groups whose views of an image are always identical."""
+    """Yield a note for each set of views of an image that are always identical."""
     origins: dict[str, list[Any]] = {}  # for each group, what each of its views is made of
     shown: list[tuple[Any, str]] = []
     for name, group in config.views.items():

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from selftask.config.compose.provenance import Layer, Layers
 from selftask.config.compose.short_forms import expand
 from selftask.config.extensions.imports import import_entry_points, import_extensions
-from selftask.config.keys import Key, is_path
+from selftask.config.keys import NAMED_ENTRIES, Key, is_path
 from selftask.config.schema import DEFAULT_HOOKS
 from selftask.errors import UserError, nearest, shorten
 from selftask.files.paths import exists, expand_user
@@ -45,7 +45,10 @@ class Override:
 
 
 def parse_overrides(texts: list[str]) -> tuple[list[Override], list[str]]:
-    """Return the overrides with short forms expanded, and a problem for each invalid one."""
+    """Return the overrides with short forms expanded, and a message for each invalid one.
+
+    One that is written with spaces, and otherwise valid, is in both.
+    """
     parsed, problems = [], []
     for text, written in _joined(texts):
         try:
@@ -121,6 +124,9 @@ def split_override(text: str) -> tuple[Key, str | None]:
 
 def parse_value(text: str, key: Key) -> hydra_types.Override | None:
     """Parse a value by Hydra's grammar; return None for a path, which is kept as text.
+
+    At the key of a path, only ``null``, and a section, list or quoted string that is not the name
+    of a file, are parsed.
 
     Raises:
         UserError: If the text is not a valid value.
@@ -230,7 +236,8 @@ def _set(config: DictConfig, override: Override) -> str | None:
         key = ".".join(override.key)
         if isinstance(override.value, list) and OmegaConf.is_dict(OmegaConf.select(config, key)):
             return f"{override.place}: expected a section of key: value pairs"
-        OmegaConf.update(config, key, override.value, merge=True, force_add=True)
+        removes_all = override.value == {} and override.key in NAMED_ENTRIES
+        OmegaConf.update(config, key, override.value, merge=not removes_all, force_add=True)
     except (OmegaConfBaseException, IndexError, TypeError, ValueError) as error:
         return f"{override.place}: cannot be set: {str(error).splitlines()[0]}"
     return None

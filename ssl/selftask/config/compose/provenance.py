@@ -130,7 +130,7 @@ class Layers(list[Layer]):
 
 
 def show_path(path: Path) -> str:
-    """Return a path relative to the current folder if it is below that, else unchanged."""
+    """Return a path as text, relative to the current folder if it is below that."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 

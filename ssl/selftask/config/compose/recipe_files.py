@@ -179,7 +179,7 @@ class RecipeFile:
     defaults_place: str
     """Origin of ``defaults:`` for messages."""
     layer: Layer
-    """The other values."""
+    """The values of the file other than ``defaults:``."""
 
 
 def read_recipe(path: Path, address: str | None = None) -> RecipeFile:
@@ -250,7 +250,7 @@ def _read_marks(node: yaml.Node | None, shown: str) -> dict[Key, str]:
 
 
 def _as_written(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
-    """Return the values, with keys and paths as they are written in the file.
+    """Return the values, with keys and paths as text, as they are written in the file.
 
     yaml reads the key ``5:`` and the folder ``1e3`` as numbers; the command line does not.
     """

@@ -185,12 +185,13 @@ class Bases:
         """Return the file of an entry of ``defaults:``.
 
         Args:
-            entry: A name or path relative to the file, the name of a shipped or installed recipe
-                (``/base/digits``), an absolute path with its extension, ``~/...`` or an address.
+            entry: A name or path relative to the file or to the recipe's folder; the name of a
+                shipped or installed recipe (``/base/digits``); an absolute path with its extension;
+                ``~/...``; or an address.
             path: The file that contains the entry.
 
         Raises:
-            UserError: If there is no such file.
+            UserError: If there is no such file, or it may not be downloaded.
         """
         address = self._address(entry, path)
         base = self._local(entry, path.parent) if address is None else self._fetch(address)
@@ -214,7 +215,10 @@ class Bases:
         return next(filter(None, files), None) or _installed(name)
 
     def _address(self, entry: str, path: Path) -> str | None:
-        """Return the address of an entry, which may be relative to a downloaded file, or None."""
+        """Return the address of an entry, or None for a local one.
+
+        An entry of a downloaded file is relative to its address, unless it begins with / or ~.
+        """
         if is_remote(entry):
             return entry
         if path not in self.addresses or entry.startswith(("/", "~")):

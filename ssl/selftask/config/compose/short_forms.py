@@ -63,7 +63,9 @@ def expand(value: Any, path: Key = ()) -> Any:
 
 
 def expand_backbone(text: str) -> dict[str, Any]:
-    """Expand ``resnet18``, ``timm:NAME``, ``torchvision:NAME`` or ``package.module:function``."""
+    """Return the section of ``resnet18``, ``timm:NAME``, ``torchvision:NAME`` or
+    ``package.module:function``.
+    """
     before, colon, after = text.partition(":")
     if not colon:
         return {"name": text}
@@ -150,8 +152,9 @@ def _expand_from(name: str, text: str, seen: tuple[str, ...]) -> dict[str, Any]:
 def look_up(name: str) -> dict[str, Any] | str | None:
     """Return the catalog entry of a name, or None.
 
-    An entry is a ``data:`` section or another short form. The environment variable
-    ``variable(name)``, if set, replaces the path of the entry; without an entry it is returned.
+    An entry is a ``data:`` section or another short form. If the environment variable
+    ``variable(name)`` is set, its value replaces the path of the section, or the whole short form;
+    without an entry, the value is returned.
 
     Raises:
         UserError: If the catalog is invalid; if the name only resembles an entry and no such file

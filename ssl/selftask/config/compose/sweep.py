@@ -52,6 +52,9 @@ def expand_sweep(overrides: list[str]) -> list[Point]:
     keys = [key for key, values in choices if len(values) > 1]
     if "out" in keys:
         raise ConfigError(["command line: out= takes one folder; each run of a sweep gets its own"])
+    for _, options in choices:
+        if repeated := [option for i, option in enumerate(options) if option in options[:i]]:
+            raise ConfigError([f"command line: {repeated[0]} is given twice"])
     shared = [key for key in keys if key.startswith("launch.")]
     if shared:
         raise ConfigError([f"command line: {shared[0]}: all runs of a sweep share one value"])
@@ -75,7 +78,10 @@ def expand_sweep(overrides: list[str]) -> list[Point]:
 
 
 def _choices(text: str) -> tuple[str, list[str]]:
-    """Return the key of an override, and one override for each value of its comma list."""
+    """Return the key of an override, and one override for each value of its comma list.
+
+    Without a comma list, the only override is the given one.
+    """
     key, value = split_override(text)
     name = ".".join(key)
     if value is None or text.startswith("~"):

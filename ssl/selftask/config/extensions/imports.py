@@ -27,11 +27,11 @@ def import_extensions(modules: Any, folders: Iterable[Path], origin: str) -> Non
 
     Args:
         modules: A name of a module, or a list of names.
-        folders: Folders to put first on the search path.
+        folders: Folders to put first on the search path, where they stay.
         origin: Origin of ``import:`` in the config, for messages.
 
     Raises:
-        ConfigError: If an import fails, with the line that failed.
+        ConfigError: If ``modules`` is neither, or an import fails, with the line that failed.
     """
     modules = [modules] if isinstance(modules, str) else modules
     if not TEXTS.accepts(modules):
@@ -50,10 +50,10 @@ def import_listed(config: DictConfig, folders: Iterable[Path], origin: str | Non
     Args:
         config: Merged values, with references.
         folders: Folders to put first on the search path.
-        origin: Origin of ``import:``, for messages.
+        origin: Origin of ``import:``, for messages; None if it is unknown.
 
     Raises:
-        ConfigError: If an import fails, with the line that failed.
+        ConfigError: As ``import_extensions``.
     """
     try:
         modules = OmegaConf.select(config, "import")

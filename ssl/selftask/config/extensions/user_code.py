@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from selftask.errors import UserError
 def explain_failure(error: Exception) -> str:
     """Format an error as ``failed at mine.py:7: KeyError: 'x'``.
 
-    The line is the last one of the traceback in the user's own code.
+    The line is that of a syntax error, or else the last one of the traceback in the user's own
+    code. It is left out if there is none.
     """
     reason = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
@@ -41,12 +42,15 @@ def is_users(filename: str) -> bool:
 
 
 def place_of(frame: traceback.FrameSummary) -> str:
-    """Return ``mine.py:7``."""
+    """Return file and line of a traceback entry: ``mine.py:7``."""
     return f"{show_path(Path(frame.filename))}:{frame.lineno}"
 
 
 def calling_place() -> str:
-    """Return ``mine.py:7``, the innermost running line of the user's own code, or ``run``."""
+    """Return the innermost running line of the user's own code, as ``mine.py:7``.
+
+    Without any, as in a command, return ``run``.
+    """
     frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
     return place_of(frames[-1]) if frames else "run"
 
@@ -59,7 +63,7 @@ def module_initialized(call: str) -> Iterator[None]:
         call: The call that must come first.
 
     Raises:
-        UserError: In place of this error, if it is raised in the user's own code.
+        UserError: In place of this error, if the traceback has a line of the user's own code.
     """
     try:
         yield
@@ -104,3 +108,19 @@ def check_takes(function: Callable[..., Any], arguments: Sequence[str], subject:
             f"{source_of(function)}: {subject} is called with ({', '.join(arguments)}), and takes "
             f"{signature}"
         ) from None
+
+
+def construct(kind: Callable[..., Any], args: Mapping[str, Any], subject: str) -> Any:
+    """Return ``kind(**args)``.
+
+    Args:
+        kind: A registered class.
+        args: Its arguments in the config; empty for a class that is no dataclass.
+        subject: Key and value, such as ``train.step=mine``.
+
+    Raises:
+        UserError: If the class is no dataclass, and requires arguments.
+    """
+    if not args:
+        check_takes(kind, [], f"{subject}, which is no dataclass,")
+    return kind(**args)

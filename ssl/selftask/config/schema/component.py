@@ -21,12 +21,12 @@ class Component:
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> Component:
-        """Return the component of a section ``{name: ..., **args}``, the inverse of ``to_dict``."""
+        """Return the component of a section ``{name: ..., **args}`` of plain values."""
         args = dict(section)
         return cls(name=args.pop("name"), args=args)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return ``{name: ..., **args}``, as in the yaml, with fields of a subclass if set."""
+        """Return ``{name: ..., **args}`` as plain values, with fields of a subclass unless None."""
         others = {item.name: getattr(self, item.name) for item in fields(self)[2:]}
         set_fields = {name: plain(value) for name, value in others.items() if value is not None}
         return {"name": self.name, **plain(self.args), **set_fields}
@@ -37,7 +37,7 @@ class HookComponent(Component):
     """A hook with its arguments and its priority."""
 
     priority: int | None = None
-    """Hooks run in the order of this number, lowest first; null: the hook's own priority."""
+    """Hooks run in the order of this number, lowest first; null: the default of the hook."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +46,19 @@ class LoRAConfig:
 
     rank: int = setting(8, min=0, also=["r", "lora_rank"])
     """Rank of the adapters: each adapted weight is W + alpha / rank * B A, with B of shape (out,
-    rank) and A of shape (rank, in); W is frozen. 0: no adapters; only ``train`` applies.
+    rank), which is 0 at first, and A of shape (rank, in); W is frozen. 0: no adapters; only
+    ``train`` applies.
     """
     alpha: float = setting(8.0, above=0, also=["lora_alpha"])
     """Scale of the adapters, divided by ``rank``."""
     layers: list[str] | None = setting(None, also=["target_modules"])
-    """Names or patterns of the linear, attention and convolution layers to adapt: ``["*.attn.qkv",
-    "blocks.11"]``. Null: all linear layers, or all convolutions if there are no linear layers.
+    """Names or patterns of the linear, attention and convolution layers to adapt, or of modules
+    that contain them: ``["*.attn.qkv", "blocks.11"]``. null: all linear and attention layers, or
+    all convolutions if there are none.
     """
     train: list[str] = setting([], also=["modules_to_save", "bias"])
-    """Names or patterns of backbone parameters to train in addition to the adapters:
-    ``["*.bias"]``, ``["*norm*"]``. All others are frozen.
+    """Names or patterns of backbone parameters, or of modules that contain them, to train in
+    addition to the adapters: ``["*.bias"]``, ``["*norm*"]``. All others are frozen.
     """
 
 
@@ -71,7 +73,10 @@ class BackboneComponent(Component):
 
 
 def named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
-    """Yield the components in nested lists, tuples and mappings, with their keys."""
+    """Yield the components in nested lists, tuples and mappings, with their keys.
+
+    A mapping with a ``name`` is a component, too. Components inside a component are not yielded.
+    """
     if isinstance(value, Component):
         yield value, key
     elif isinstance(value, dict) and "name" in value:
@@ -86,7 +91,10 @@ class Section:
     """Base of the sections of a config, which are frozen dataclasses."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml; the keys of a flat component are merged into it."""
+        """Return the section as plain values, as in the yaml.
+
+        The keys of ``args`` and of a component whose field is ``flat`` are merged into it.
+        """
         values: dict[str, Any] = {}
         for item in fields(self):  # type: ignore[arg-type]
             value = plain(getattr(self, item.name))

@@ -37,14 +37,14 @@ DEFAULT_HOOKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Section):
-    """Complete config of a training run; equal configs give equal runs."""
+    """Complete config of a training run."""
 
     recipe: str
     """Recipe as given on the command line."""
     task: str = "standard"
     """Registered name of the task class: ``Task`` or your own subclass of it."""
     data: DataConfig = setting(missing="data=FOLDER takes any tree of images")
-    """Images to train on; ``data=FOLDER`` is short for ``data.path=FOLDER``."""
+    """Images to train on; ``data=FOLDER`` is short for ``data={name: folder, path: FOLDER}``."""
     views: dict[str, ViewConfig]
     """Groups of views, in the order in which the method receives them."""
     backbone: BackboneComponent = setting(of="backbones", missing="give the name of a backbone")
@@ -58,16 +58,16 @@ class Config(Section):
     optimizer: OptimizerConfig = setting(missing="give its name and lr")
     """Optimizer, learning rate and weight decay."""
     optimizers: dict[str, NamedOptimizerConfig] = setting({})
-    """Additional optimizers by name, for a train step that steps them; see docs/train-steps.md."""
+    """Additional optimizers by name, for a train step that uses them; see docs/train-steps.md."""
     meters: dict[str, Component] = setting(of="meters")
     """Meters of test phases, by name."""
     hooks: dict[str, HookComponent] = setting(of="hooks")
-    """Hooks by name; null removes a default hook."""
+    """Hooks by name, in addition to the default ones; null removes a hook."""
     eval: EvalConfig
     """Evaluations of the frozen backbone during training."""
     expected: dict[str, tuple[float, float]] = setting({}, also=["expected_results"])
-    """Lowest and highest allowed last value of metrics, such as ``{knn_top1: [0.66, 0.74]}``; a
-    value outside this range fails the run.
+    """Lowest and highest allowed last value of metrics, such as ``{knn_top1: [0.66, 0.74]}``; the
+    run fails at its end if a value is outside this range.
     """
     init: InitConfig
     """Weights to start from."""
@@ -88,7 +88,7 @@ class Config(Section):
 
     @property
     def out_folder(self) -> Path:
-        """Local folder of the run: ``out``, or the local copy of its address."""
+        """Local folder of the run: ``out``, or if that is an address, a folder in the cache."""
         return work_folder(self.out)
 
     def place(self, key: str) -> str:
@@ -102,7 +102,7 @@ class Config(Section):
 
     @property
     def pipelines(self) -> dict[Key, list[Component]]:
-        """All lists of transforms by key."""
+        """Lists of transforms of all groups of views, then ``eval.transforms``, by key."""
         lists: dict[Key, list[Component]] = {
             ("views", name, "transforms"): group.transforms for name, group in self.views.items()
         }

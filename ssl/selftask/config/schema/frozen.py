@@ -27,12 +27,12 @@ class FrozenModule:
     ``torchvision:NAME``, or your own class or function ``package.module:Class``.
     """
     weights: str | None = setting(None, path=True)
-    """Weights of ``timm:`` and ``torchvision:`` models: a file, ``pretrained`` to download the
-    library's weights, or ``none`` for random ones. For your own class: a file, or null for the
-    weights with which it is built.
+    """Weights of ``timm:`` and ``torchvision:`` models, which must be given: a file, ``pretrained``
+    to download the library's weights, or ``none`` for random ones. For your own class: a file, or
+    null for the weights with which it is built. null for a run or an export, which has its own.
     """
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of your own class."""
+    """Keyword arguments of your own class or function."""
     trust: bool = False
     """Whether code named in the files of a run or an export may be imported."""
 

@@ -26,7 +26,9 @@ class ScaledLR:
     per: int = setting(256, min=1)
     """Reference batch size, in samples."""
     rule: Literal["linear", "sqrt"] = "linear"
-    """How the rate is scaled: by batch / ``per``, or by its square root."""
+    """Factor of ``base`` for steps of B samples: ``linear``: B / ``per``; ``sqrt``: its square
+    root.
+    """
 
     def factor(self, batch: int) -> float:
         """Return the factor of ``base`` for steps of ``batch`` samples over all ranks."""
@@ -39,21 +41,27 @@ class GroupRule:
     """Rule for some parameters, selected by name, by type of their module, or by both."""
 
     match: str | list[str] | None = None
-    """Names of modules, or patterns with ``*``: ``backbone.layer1``, ``*.norm*``,
-    ``loss.prototypes``.
+    """Names of modules or parameters, or patterns with ``*``: ``backbone.layer1``, ``*.norm*``,
+    ``loss.prototypes``. null: all names.
     """
     type: str | list[str] | None = None
-    """Class names of modules, such as ``BatchNorm2d`` or ``LayerNorm``."""
+    """Names of the classes of modules, such as ``BatchNorm2d``, or of their base classes. null: all
+    classes.
+    """
     lr: float | None = setting(None, min=0)
-    """Factor of ``optimizer.lr``."""
+    """Factor that multiplies the optimizer's ``lr``; null: 1."""
     weight_decay: float | dict[str, Any] | None = setting(None, of="schedules", min=0)
-    """Weight decay of these parameters."""
+    """Weight decay of these parameters; null: the optimizer's, by ``decay_1d`` and
+    ``decay_tokens``.
+    """
     schedule: str | dict[str, Any] | None = setting(None, of="schedules")
-    """Schedule in place of ``optimizer.schedule``; start, end and warm-up default to the learning
-    rate's.
+    """Schedule in place of the optimizer's ``schedule``; start, end and warm-up default to the
+    learning rate's. null: the optimizer's.
     """
     freeze: bool | int | str | None = setting(None, duration=True)
-    """How long to freeze the parameters; true: the whole training, without computing gradients."""
+    """How long to freeze the parameters. true: the whole training, without computing gradients;
+    false: not at all, whatever a later rule says.
+    """
 
     @property
     def given(self) -> dict[str, Any]:
@@ -104,20 +112,24 @@ class OptimizerConfig(Section):
     decay_1d: bool = False
     """Whether one-dimensional parameters (biases, norms) decay too."""
     decay_tokens: bool = False
-    """Whether a transformer's class token, registers and learned positions decay too."""
+    """Whether a transformer's class and mask token, registers and learned positions decay too."""
     layer_decay: float = setting(1.0, above=0, max=1, also=["layer_wise_lr_decay", "llrd"])
-    """Ratio of the learning rate of a layer of the backbone to that of the next layer; the last
-    layer is the head with the norm after the last block.
+    """Ratio of the learning rate of a layer of the backbone to that of the next layer. Head and
+    method, with the norm after the last block, count as the last layer, which has ``lr``. 1: equal
+    rates.
     """
     groups: list[GroupRule] = setting([], also=["param_groups", "paramwise_cfg", "custom_keys"])
-    """Rules for some parameters; for each setting, the first matching rule applies."""
+    """Rules for some parameters; for each setting, the first matching rule applies. Rules of the
+    method come after them.
+    """
 
     def lr_section(self, batch: int, instead: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the section of the complete schedule of the learning rate.
 
         Args:
             batch: Number of samples in a step, over all ranks.
-            instead: Section of a schedule that replaces ``schedule``, for a rule of ``groups``.
+            instead: Section of a schedule that replaces ``schedule``, for a rule of ``groups``;
+                None: no replacement.
         """
         if isinstance(self.lr, dict):
             kept = {key: self.lr[key] for key in _COMMON if key in self.lr}
@@ -140,7 +152,7 @@ class OptimizerConfig(Section):
     def schedules(self, key: Key = ("optimizer",)) -> dict[Key, dict[str, Any]]:
         """Return the sections of all schedules by key, beginning with the learning rate.
 
-        They are for checks: a learning rate that scales with the batch is that of one sample.
+        They are for checks: a learning rate that scales with the batch size is that for one sample.
 
         Args:
             key: Key of this section.
@@ -161,7 +173,7 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class NamedOptimizerConfig(OptimizerConfig):
-    """An additional optimizer, for parameters that ``optimizer`` then does not train."""
+    """An additional optimizer for some parameters, which ``optimizer`` does not train then."""
 
     match: str | list[str] = setting(missing="give the names of the modules that it trains")
     """Names of the modules whose parameters it trains, or patterns, as in ``optimizer.groups``."""

@@ -18,15 +18,17 @@ class InitRule:
     """Initial values of some parameters of the network."""
 
     match: str | list[str] | None = None
-    """Names of modules, or patterns with ``*``, as in ``optimizer.groups``."""
+    """Names of modules, or patterns with ``*``, as in ``optimizer.groups``; null: all names."""
     type: str | list[str] | None = None
-    """Class names of modules, such as ``Linear``."""
+    """Names of the classes of modules, such as ``Linear``, or of their base classes; null: all
+    classes.
+    """
     parameter: str = "weight"
     """Name of the parameter in the module."""
     by: _Fixed | _Drawn | _Scaled = setting(
         missing="give a function of torch.nn.init, such as trunc_normal"
     )
-    """Function of ``torch.nn.init``."""
+    """Function of ``torch.nn.init``, without the underscore at its end."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function, such as ``{std: 0.02}``."""
 
@@ -37,7 +39,7 @@ class InitConfig(Section):
 
     backbone: str | None = setting(None, path=True)
     """Weights to start from: a file, a run, ``timm:NAME`` or ``torchvision:NAME``; ``RUN@best`` and
-    ``RUN@STEP`` select a checkpoint of a run.
+    ``RUN@STEP`` select a checkpoint of a run. null: random weights.
     """
     min_matched: float = setting(1.0, min=0, max=1)
     """Smallest share of the backbone's tensors that must be found in the weights."""
@@ -58,7 +60,7 @@ class InitConfig(Section):
     """Whether to load the head as well; ``backbone`` must be a run or a checkpoint of a run."""
     rules: list[InitRule] = setting([], also=["init_cfg"])
     """Rules for initial values, such as ``[{type: Linear, by: trunc_normal, args: {std: 0.02}}]``,
-    applied in order after the weights are loaded.
+    applied in order after the weights are loaded; the last matching rule determines the values.
     """
 
 
@@ -67,6 +69,10 @@ class ResumeConfig(Section):
     """Checkpoint to resume from; ``resume=auto`` is short for ``resume.checkpoint=auto``."""
 
     checkpoint: str = setting("auto", path=True)
-    """``auto``: the newest checkpoint in ``out``; ``never``: none; or the path of a checkpoint."""
+    """``auto``: the newest checkpoint in ``out``, if there is one; ``never``: none; or the path of
+    a checkpoint.
+    """
     data: Literal["refuse", "allow"] = "refuse"
-    """What to do if images, names or classes have changed since the checkpoint."""
+    """What to do if images, names or classes have changed since the checkpoint: ``refuse`` ends
+    with an error; ``allow`` warns and resumes.
+    """

@@ -16,7 +16,9 @@ class KeepBest:
     metric: str | None = None
     """Any column of metrics.jsonl, such as ``knn_top1``; null: keep no best checkpoints."""
     mode: Literal["auto", "max", "min"] = "auto"
-    """Whether large or small values are better; auto: small for losses and distances."""
+    """Whether large (max) or small (min) values are better; auto: by the name of the metric, small
+    for losses, errors and distances.
+    """
     count: int = setting(1, min=1)
     """Number of best checkpoints to keep."""
 
@@ -49,13 +51,13 @@ class CompileConfig:
     mode: (
         Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
     ) = None
-    """Mode of torch.compile."""
+    """Mode of torch.compile with ``backend: inductor``; null: torch's default."""
     dynamic: bool | None = None
     """Whether shapes are dynamic; null: a shape becomes dynamic when it changes."""
 
     @property
     def records_graphs(self) -> bool:
-        """True if networks run as CUDA graphs, whose outputs the next step overwrites."""
+        """True if ``mode`` runs networks as CUDA graphs, whose outputs the next step overwrites."""
         return self.mode in GRAPH_MODES
 
 
@@ -70,19 +72,20 @@ class TrainConfig(Section):
     one applies.
     """
     max_steps: int | None = setting(None, min=1, also=["steps", "num_steps", "iterations"])
-    """Length in optimizer steps."""
+    """Length in optimizer steps; null: no limit."""
     phases_per_epoch: int = setting(1, min=1, also=["num_phases", "train_phases_per_epoch"])
     """Train phases per epoch; with several, hooks at the start and end of a phase, and test phases,
     run more often.
     """
     batch_size: int = setting(256, min=1, also=["batch", "bs"])
-    """Images in a batch, over all processes."""
+    """Images in a batch, over all processes; in training, a last batch with fewer is left out."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", also=["amp", "fp16", "bf16", "dtype"]
     )
     """Data type of forward and backward passes under autocast; weights stay float32. auto: bfloat16
-    on a CUDA GPU with native support, and on a CPU with support (AMX, AVX512-BF16) if the network
-    is faster in it, else float32; ``step: manual`` has float32 only.
+    on a CUDA GPU with native support, and on a CPU with support (AMX, AVX512-BF16) if the
+    backbone is wide enough to be faster in it, else float32; kept on resume. ``step: manual`` has
+    float32 only.
     """
     step: Component = setting(Component(name="standard"), of="train_steps", also=["train_step"])
     """Train step, by name."""
@@ -98,14 +101,14 @@ class TrainConfig(Section):
     affected batches.
     """
     nan_budget: int = setting(3, min=0)
-    """Maximum number of consecutive skipped steps, or of rollbacks in a run."""
+    """Largest number of consecutive skipped steps, or of rollbacks in a run, before it fails."""
     grad_scaler: GradScalerConfig = setting(GradScalerConfig(), also=["scaler", "amp_args"])
     """Scaling of the loss for float16."""
     matmul_precision: Literal["highest", "high", "medium"] | None = setting(
         None, also=["tf32", "allow_tf32", "float32_matmul_precision"]
     )
-    """Precision of float32 products: highest; high: TF32 (10 of 23 bits of the fraction); medium:
-    bfloat16 (7 bits); null: torch's default, highest.
+    """Precision of products of float32 matrices: highest: float32; high: TF32 (10 of the 23 bits of
+    the fraction); medium: bfloat16 (7 bits); null: torch's default, highest.
     """
     cudnn_tf32: bool | None = setting(None, also=["cudnn_allow_tf32"])
     """Whether cuDNN's float32 convolutions use TF32; null: torch's default, true."""
@@ -132,7 +135,9 @@ class TrainConfig(Section):
     )
     """Time between checkpoints."""
     keep_checkpoints: int = setting(3, min=1)
-    """Number of newest checkpoints to keep; older ones are deleted."""
+    """Number of newest checkpoints to keep. Older ones are deleted, except those that
+    ``keep_every`` or ``keep_best`` keeps.
+    """
     keep_every: int | str | None = setting(None, duration=True, min=1)
     """Time between checkpoints that are kept permanently; null: none are."""
     keep_best: KeepBest = setting(KeepBest(), also=["save_best", "monitor", "best_checkpoint"])
@@ -154,9 +159,9 @@ class TrainConfig(Section):
 
     @property
     def uses_compiler(self) -> bool:
-        """True if torch.compile is used."""
+        """True if ``compile`` or the train step uses torch.compile."""
         return bool(self.compile) or self.step.name == "compiled"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml; a train step without arguments is just its name."""
+        """Return the section as in the yaml; a train step without arguments becomes its name."""
         return {**super().to_dict(), **({} if self.step.args else {"step": self.step.name})}

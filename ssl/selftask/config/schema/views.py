@@ -15,15 +15,16 @@ class ViewConfig(Section):
     """Group of views made by one list of transforms."""
 
     count: int = setting(1, min=0, also=["num", "crops", "num_crops", "number"])
-    """Number of views of each image, or of each view in the group ``of``. 0: none; the group is
-    only the input of other groups.
+    """Number of views of each image, or of each view in the group ``of``. 0: one, which is only the
+    input of other groups and not part of the batch.
     """
     image: str | list[str | None] | None = None
     """Name of an extra image of the sample from which views are made; null: its main image. A list
     makes ``count`` views of each: ``[null, frame_1, frame_2]``.
     """
     of: str | None = None
-    """Group whose views are the input of the transforms; null: the image."""
+    """Group, listed before this one, whose views are the input of the transforms; null: the image.
+    """
     draws: bool = False
     """Whether ``batch.draws`` contains the parameters of this group's transforms."""
     transforms: list[Component] = setting([], of="transforms")

@@ -8,13 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from selftask.distributed.world import World
+from selftask.errors import plural
 
 _MANY = 1 << 20  # number of cores that means no limit
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use in its job or container."""
+    """Return the number of CPU cores, at least 1, that this process may use.
+
+    It is limited by the process's affinity, as in a job, and by the quota of a container.
+    """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(usable or 1, _quota()))
 
@@ -43,7 +47,7 @@ def _quota() -> int:
 
 
 def num_workers(processes: int) -> tuple[int, str]:
-    """Return the number of loader workers per process, and a text that explains it.
+    """Return the number of loader workers per process, which may be 0, and a text that explains it.
 
     Args:
         processes: Processes on this machine. The number in LOCAL_WORLD_SIZE, which launchers such
@@ -51,4 +55,6 @@ def num_workers(processes: int) -> tuple[int, str]:
     """
     started = os.environ.get("LOCAL_WORLD_SIZE", "")
     processes = max(processes, int(started) if started.isdecimal() else 1)
-    return cores() // processes, f"auto: {cores()} cores, {processes} processes"
+    number = cores()
+    origin = f"auto: {number} {plural('core', number)}, {processes} {plural('rank', processes)}"
+    return number // processes, origin

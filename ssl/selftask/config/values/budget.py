@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from selftask.errors import nearest
+from selftask.errors import close_name
 
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kKMGT]i?B)?\s*")
 WORDS = ("none", "blocks")  # in place of a budget: keep all activations, or inputs of blocks
@@ -49,16 +49,18 @@ def show_count(number: float, digits: int = 4) -> str:
 def parse_budget(text: float | str) -> Budget:
     """Parse ``8 GB``, ``512 MiB`` (K, M, G, T) or a share from 0 to 1.
 
+    A size without a unit is a share.
+
     Raises:
-        ValueError: For any other text; the message lists the accepted forms.
+        ValueError: For any other text, and for a share above 1.
     """
     match = _PATTERN.fullmatch(str(text))
     if match is None:
-        hint = nearest(str(text), WORDS)
+        close = close_name(str(text), WORDS)
         raise ValueError(
             f"not a budget: write {', '.join(WORDS)}, a size such as '8 GB', or the share of "
             "activations that may be kept, from 0 to 1"
-            + (f"; {hint}" if hint.startswith("did") else "")
+            + (f"; did you mean {close!r}?" if close else "")
         )
     value, unit = float(match[1]), match[2]
     if unit is None:

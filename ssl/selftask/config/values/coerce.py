@@ -93,7 +93,10 @@ def describe(annotation: Any, show: Callable[[Any], str] = repr) -> str:
 
 
 def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError if the metadata of a field forbids ``value``."""
+    """Raise ValueError if the limits in the metadata of a field forbid ``value``.
+
+    Limits apply to each item of a list or tuple. null and booleans have no limits.
+    """
     if isinstance(value, list | tuple):
         if metadata.get("nonempty") and not value:
             raise ValueError("one or more are expected")

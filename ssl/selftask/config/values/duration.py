@@ -30,7 +30,7 @@ def parse_duration(text: str | int) -> Duration:
     """Parse ``10 epochs``, ``0.5 epoch``, ``500 steps``, ``5%`` or a number of steps.
 
     Raises:
-        ValueError: For any other text; the message lists the accepted forms.
+        ValueError: For any other text, more than 100 %, and a number of steps that is not whole.
     """
     match = None if isinstance(text, bool) else _PATTERN.fullmatch(str(text))
     if match is None:
@@ -53,6 +53,8 @@ def intervals_in(
 ) -> list[tuple[int, int]]:
     """Return pairs (first step, interval in steps), sorted, as ``interval_at`` reads them.
 
+    Intervals are at least 1 step.
+
     Args:
         every: An interval, or a mapping from a time to the interval from then on. None: no pairs.
         length: Length of the run.
@@ -64,7 +66,12 @@ def intervals_in(
 
 
 def interval_at(step: int, intervals: Sequence[tuple[int, int]]) -> int:
-    """Return the interval that applies at a step, or 0 before the first one."""
+    """Return the interval in steps that applies at a step, or 0 before the first one.
+
+    Args:
+        step: Number of the step.
+        intervals: Result of ``intervals_in``.
+    """
     for first, interval in reversed(intervals):
         if first <= step:
             return interval

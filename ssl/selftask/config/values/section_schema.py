@@ -12,7 +12,7 @@ from typing import Any
 
 from selftask.config.compose.provenance import show_path
 from selftask.config.config_class import config_class
-from selftask.config.fields import default_of, has_default
+from selftask.config.fields import default_of
 from selftask.config.keys import Key, dotted
 from selftask.config.values.coerce import Mismatch, check_limits, convert
 from selftask.errors import UserError, close_name, nearest
@@ -49,22 +49,20 @@ class Schema:
                 f"the Config of {owner}: {error}; its fields may use builtins and typing only"
             ) from error
 
-    def check_defaults(self) -> None:
-        """Raise UserError for a default that would be refused as a value of a config.
+    def default_problems(self) -> Iterator[str]:
+        """Yield a message for each default that would be refused as a value of a config.
 
-        It would be in the config of a run, which could not be read again.
+        A run would write the default into its ``config.yaml``, which could not be read again.
         """
         for name, field in self.fields.items():
-            default = default_of(field) if has_default(field) else None
+            default = default_of(field)
             is_plain = default is not None and not dataclasses.is_dataclass(default)
             if not is_plain or not field.init or "of" in field.metadata:
                 continue
             try:
                 check_limits(convert(default, self.types[name]), field.metadata)
             except (Mismatch, ValueError) as error:
-                raise UserError(
-                    f"the Config of {self.owner}: the default {name}={default!r}: {error}"
-                ) from None
+                yield f"the Config of {self.owner}: the default {name}={default!r}: {error}"
             except UserError:  # an annotation that no value can be given for
                 continue
 
@@ -102,7 +100,10 @@ class Schema:
 
 
 def schema_of(registry: Registry, name: str) -> Schema:
-    """Return the schema of a registered component."""
+    """Return the schema of a registered component; empty if it has nothing to configure.
+
+    Raises UserError if there is no such component, or as ``Schema.of``.
+    """
     address = registry.address(name)
     owner = f"{name} ({show_path(address.path)}:{address.line})"
     return Schema.of(config_class(registry, name), owner)

@@ -12,12 +12,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from selftask.data.reading.files import POLICY, BadImage
+from selftask.data.reading.files import POLICY
 from selftask.data.reading.index import Index, load, write
 from selftask.data.source import Source, Wrapped
 from selftask.data.sources.concat import Concat
 from selftask.data.staging.staged_source import InFiles
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 
 _VERSION = "2"  # of the file format; other versions are ignored
 _ARRAYS = ("offsets", "sizes", "labels", "checksums")  # attributes of a Store in its table
@@ -25,7 +25,7 @@ _LOOKED_AT = 8  # images whose pixels are hashed into the name of a store
 
 
 class DamagedStore(Exception):
-    """The file of pixels, or its table, is damaged."""
+    """Raised if the file of pixels, or its table, is damaged."""
 
 
 class Decoded(Wrapped):
@@ -73,7 +73,7 @@ class Store:
         self._files: tuple[Path, Path] | None = None  # pixels and table, unless only in memory
 
     def put(self, file: IO[bytes], index: int, image: np.ndarray, label: int) -> None:
-        """Append one image; raises OSError.
+        """Append one image to the file; raises OSError if it cannot be written.
 
         Args:
             file: File to append to.
@@ -115,12 +115,12 @@ class Store:
         return np.asarray(pixels).reshape(shape)
 
     def save_table(self, path: Path) -> None:
-        """Write all data except the pixels to ``path``, atomically."""
+        """Write all data except the pixels to ``path``, atomically; raises OSError."""
         header = {"length": self.length, "reasons": list(self.reasons.items())}
         write(Index(header, {name: getattr(self, name) for name in _ARRAYS}), path)
 
     def remove(self) -> None:
-        """Remove the table, so that the file is not used again."""
+        """Remove the table of a saved store, so that its file is not used again."""
         if self._files is not None:
             self._files[1].unlink(missing_ok=True)
 

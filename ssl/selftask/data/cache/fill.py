@@ -40,10 +40,10 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
     Args:
         source: Source of the images.
         data: Config of the data.
-        bad_files: Record of unreadable images.
+        bad_files: Record to which unreadable images are added.
 
     Raises:
-        UserError: If there are too many bad files or too little space.
+        UserError: If there are too many bad files or too little space, or a file cannot be written.
     """
     fill = _Filling(source, data, bad_files)
     if data.cache == "ram":
@@ -82,10 +82,11 @@ class _Filling:
         self.bad_files = bad_files
 
     def into(self, file: IO[bytes], free: Callable[[], int]) -> Store:
-        """Decode all images into an empty file and map it; ``free`` returns the free space.
+        """Decode all images into an empty file and map it; ``free`` returns the free bytes.
 
         Raises:
-            UserError: If there is not enough space, or the file cannot be written.
+            UserError: If there is not enough space, the file cannot be written, or there are too
+                many bad files.
         """
         started = time.perf_counter()
         store = Store(len(self.source), channels_of(self.source))

@@ -55,7 +55,10 @@ class CachedBatches(Batches):
 
 
 class Cache:
-    """All images of a source in one tensor on a device: N samples of I images."""
+    """All images of a source in one tensor on a device, uint8 (I, N, H, W, C).
+
+    It has I images of each of N samples. Each is in the upper left corner and padded with 0.
+    """
 
     def __init__(self, shape: tuple[int, int], device: torch.device, channels: int) -> None:
         """Create an empty cache; ``shape`` is (I, N)."""
@@ -126,7 +129,10 @@ class Cache:
             self.extras[name][index] = values.to(self.device)
 
     def fill(self, plan: DeviceBatch) -> DeviceBatch:
-        """Return a planned batch with its images and extras added, on the device."""
+        """Return a planned batch with its images, uint8 (I * B, H, W, C), and extras added.
+
+        Images, extras and ``index`` are on the device.
+        """
         index = plan.index.to(self.device, non_blocking=True)
         pixels = self.pixels.index_select(1, index).flatten(0, 1)
         extras = {name: values.index_select(0, index) for name, values in self.extras.items()}
@@ -154,7 +160,10 @@ class Cache:
 
 
 class CacheDataset(EvalDataset):
-    """Images of a source as they are cached: untransformed, with sides up to ``max_side``."""
+    """Images of a source as they are cached: untransformed, but with larger ones shrunk.
+
+    ``max_side`` is the longest side in pixels; None: no limit.
+    """
 
     def __init__(
         self, source: Source, max_side: int | None, extras: ExtrasReader | None = None
@@ -187,7 +196,12 @@ class Planner:
     dataset: DeviceDataset
 
     def plan(self, keys: _Keys) -> DeviceBatch:
-        """Return a batch without its images, on the host; raises UserError."""
+        """Return a batch without its images, on the host.
+
+        Raises:
+            UserError: If an unreadable image has no readable replacement, or views cannot be
+                stacked.
+        """
         epochs, indices = np.array(keys, dtype=np.int64).T
         shown = indices.copy()
         for row in np.flatnonzero(self.cache.sizes[0, indices, 0] == 0):

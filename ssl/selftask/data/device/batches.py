@@ -35,7 +35,7 @@ class DeviceBatch(RawBatch):
 
     The canvas is uint8 (I * B, H, W, C) for I images per sample: the first images of all samples,
     then the second ones, and so on, each in the upper left corner and padded with 0. ``views`` is
-    empty if there is no image.
+    empty if there is no image, or until ``Cache.fill`` adds the canvas.
     """
 
     sizes: Tensor | None = None  # (I*B, 2) float32 height and width; None: images fill the canvas
@@ -47,7 +47,7 @@ class DeviceBatch(RawBatch):
         return self.packed.view_sizes
 
     def pin_memory(self) -> Self:
-        """Return the batch in page-locked memory."""
+        """Return the batch in page-locked memory, except its key."""
         return replace(
             super().pin_memory(),
             sizes=None if self.sizes is None else self.sizes.pin_memory(),
@@ -77,7 +77,17 @@ class DeviceDataset(ViewDataset):
         extras: ExtrasReader | None = None,
         recorder: DrawRecorder | None = None,
     ) -> None:
-        """Set up the dataset; ``max_side`` limits images' sides in pixels (None: no limit)."""
+        """Set up the dataset.
+
+        Args:
+            source: Source of the images.
+            views: Views to make of each image.
+            seed: Seed of the draws.
+            engine: Engine that makes the views.
+            max_side: Longest side in pixels, to which larger images are shrunk; None: no limit.
+            extras: Reader of the source's texts and arrays, if they are used.
+            recorder: Recorder that adds the draws of views to the extras, if they are requested.
+        """
         super().__init__(source, views, seed, extras, recorder)
         self.engine = engine
         self.max_side = max_side
@@ -91,11 +101,17 @@ class DeviceDataset(ViewDataset):
     def make(
         self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], list[Trace]]:
-        """Return the images to send to the device, and the draws of all views."""
+        """Return the images to send to the device, uint8 (H, W, C), and the draws of all views.
+
+        ``out`` is not used.
+        """
         return self.engine.prepare(images, self.seed, epoch, index)
 
     def collate(self, samples: Iterable[Sample], buffer: BatchBuffer) -> DeviceBatch:
-        """Put all images into one canvas, and all parameters into one tensor."""
+        """Put all images into one canvas, and all parameters into one tensor.
+
+        If views cannot be stacked, the batch has ``problem`` and no images.
+        """
         fields = BatchFields()
         shown = [sample for sample in samples if fields.add(sample)]
         batch = DeviceBatch(views=[], **fields.of_batch(buffer.new))
@@ -111,7 +127,10 @@ class DeviceDataset(ViewDataset):
 
 
 def shrunk(image: np.ndarray, longest: int) -> np.ndarray:
-    """Shrink an image (H, W, C), antialiased, to at most ``longest`` pixels on its longer side."""
+    """Shrink an image, uint8 (H, W, C), so that no side has more than ``longest`` pixels.
+
+    The aspect ratio is kept, and the result antialiased. Smaller images are returned unchanged.
+    """
     height, width = image.shape[:2]
     scale = longest / max(height, width)
     if scale >= 1:
@@ -123,11 +142,12 @@ def to_canvas(images: list[np.ndarray], new: Allocator) -> tuple[Tensor, np.ndar
     """Put images into the upper left corners of a canvas.
 
     Args:
-        images: uint8 (H, W, C) of any size.
+        images: B images, uint8 (h, w, C), of any size.
         new: Allocator of the canvas.
 
     Returns:
-        The canvas, uint8 (B, H, W, C), and height and width of the images, int64 (B, 2).
+        The canvas, uint8 (B, H, W, C) with the largest height and width, padded with 0; and height
+        and width of the images, int64 (B, 2).
     """
     sizes = np.array([image.shape[:2] for image in images], dtype=np.int64)
     shape = len(images), *sizes.max(0).tolist(), images[0].shape[2]

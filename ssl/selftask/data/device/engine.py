@@ -47,12 +47,13 @@ class Step:
     """Position of its arrays in ``Packed.steps``."""
     operation: Operation
     views: list[int]
+    """Numbers of the views."""
     then: list[Step]
     """Next steps of these views, which may differ."""
 
 
 class Engine:
-    """Makes all views of a batch with the batched versions of their transforms.
+    """Callable that makes all views of a batch with the batched versions of their transforms.
 
     Workers call ``prepare`` and ``pack``; ``__call__`` runs on the device. If a transform has no
     batched version, the worker applies all transforms up to and including it, and the result is
@@ -110,15 +111,16 @@ class Engine:
     def prepare(
         self, images: Sequence[np.ndarray], seed: int, epoch: int, index: int
     ) -> tuple[list[np.ndarray], list[Trace]]:
-        """Return the images to send for one sample, and the draws of each view.
+        """Return the images to send for one sample, uint8 (H, W, C), and the draws of each view.
 
-        The draws are the same as those of the CPU engine.
+        Images that are sent unchanged come first, then those made by transforms in the worker. The
+        draws are the same as those of the CPU engine.
 
         Args:
             images: Images of the sample, uint8 (H, W, C).
             seed: Seed of the run.
             epoch: First number of the sample's key.
-            index: Index of the sample.
+            index: Second number of the sample's key.
         """
         if self._draws is None or self._draws.seed != seed:
             self._draws = ViewDraws(seed)
@@ -151,7 +153,7 @@ class Engine:
             sizes: Height and width of each image of the sample.
             seed: Seed of the run.
             epoch: First number of the sample's key.
-            index: Index of the sample.
+            index: Second number of the sample's key.
         """
         blank = [np.empty((*size, 0), dtype=np.uint8) for size in sizes]
         return self.prepare(blank, seed, epoch, index)[1]
@@ -160,12 +162,13 @@ class Engine:
         """Pack the parameters of a batch into one tensor.
 
         Args:
-            traces: Draws of each sample.
+            traces: Draws of each view of each sample.
             sizes: Height and width of the sent images, int64 (I*B, 2). If there are I > 1 for each
                 sample, the first images of all samples come first.
 
         Raises:
-            UserError: If an operation needs images of equal size, and sizes differ.
+            UserError: If images have different sizes before an operation that is no crop, or in a
+                finished view.
         """
 
         def step(view: int, number: int, operation: Operation, sizes: np.ndarray) -> Any:
@@ -185,7 +188,7 @@ class Engine:
         Args:
             seed: Seed of the run.
             epochs: First numbers of the keys, int64 (B,).
-            indices: Indices of the samples, int64 (B,).
+            indices: Second numbers of the keys, int64 (B,).
             sizes: As for ``pack``.
 
         Raises:
@@ -215,13 +218,13 @@ class Engine:
         after: list[np.ndarray] = []  # sizes of the views
         arrays: list[list[Any]] = []  # of each view, for each of its operations
         for number, program in enumerate(self.programs):
-            parent = program.parent
+            parent, key = program.parent, f"views.{self.made[number].group}.transforms"
             now = before = images[program.image] if parent is None else after[parent]
             steps = []
             for position, operation in enumerate(program.operations):
                 if _differ(now) and not operation.crops:
                     raise UserError(
-                        f"view {number}: {type(operation.transform).__name__} comes before any "
+                        f"{key}: {type(operation.transform).__name__} comes before any "
                         f"crop, and images have different sizes ({_listed(now)}); put a crop "
                         "first, or set data.augment_on=cpu"
                     )
@@ -229,8 +232,8 @@ class Engine:
                 now = operation.sizes_after(now)
             if _differ(now):
                 raise UserError(
-                    f"view {number}: its images have different sizes ({_listed(now)}) and make no "
-                    "batch; its transforms need a crop (random_resized_crop or center_crop)"
+                    f"{key}: images of different sizes ({_listed(now)}) make no batch; add a crop "
+                    "(random_resized_crop or center_crop)"
                 )
             height, width = before.max(0).tolist()
             views.append(ViewParameters((height, width), _differ(before)))

@@ -46,7 +46,7 @@ class Operation(ABC):
         return all(getattr(of[0], name) == getattr(of[1], name) for name in self.reads)
 
     def sizes_after(self, sizes: np.ndarray) -> np.ndarray:
-        """Return height and width (B, 2) of the images after the operation."""
+        """Return height and width, int64 (B, 2), of images of these sizes after the operation."""
         return np.full_like(sizes, self.transform.size) if self.crops else sizes
 
     @abstractmethod
@@ -74,15 +74,15 @@ class Operation(ABC):
 
     @abstractmethod
     def apply(self, values: Tensor, packed: Any, sizes: Tensor | None) -> Tensor:
-        """Return the changed images, and leave the given ones unchanged.
+        """Return the changed images, float32 (B, C, H', W'), and leave the given ones unchanged.
 
         Args:
             values: float32 (B, C, H, W), whole levels 0..255. If the operation ``shares_images``,
                 there may be parameters for B * n results: the first n for the first image, and so
-                on.
+                on. B * n images are then returned.
             packed: The arrays of ``pack``, on the device of the images.
-            sizes: Height and width (B, 2) of each image in ``values``, for an operation that
-                ``crops``; None if the images fill it.
+            sizes: Height and width of each image in ``values``, float32 (B, 2), for an operation
+                that ``crops``; None if the images fill ``values``.
         """
 
 
@@ -130,7 +130,10 @@ class RandomlyApplied(UniformOperation):
 
     @abstractmethod
     def change(self, values: Tensor) -> Tensor:
-        """Return the changed values (B, C or 1, H, W), and leave the given ones unchanged."""
+        """Return the changed images, (B, C, H, W) or (B, 1, H, W) if all channels are equal.
+
+        The given images, float32 (B, C, H, W) in 0..255, are left unchanged.
+        """
 
 
 class CustomOperation(Operation):

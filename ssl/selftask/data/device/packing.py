@@ -41,11 +41,11 @@ class Packed:
     view_sizes: list[tuple[int, int]]  # height and width of each view of the batch
 
     def to(self, device: torch.device) -> Packed:
-        """Copy the numbers to the device asynchronously."""
+        """Return the parameters with the numbers on the device, copied asynchronously."""
         return replace(self, numbers=self.numbers.to(device, non_blocking=True))
 
     def pin_memory(self) -> Packed:
-        """Copy the numbers to page-locked memory."""
+        """Return the parameters with the numbers in page-locked memory."""
         return replace(self, numbers=self.numbers.pin_memory())
 
     def step(self, number: int) -> Any:
@@ -63,11 +63,11 @@ class Packed:
 def pack(
     views: list[ViewParameters], steps: list[Any], view_sizes: list[tuple[int, int]]
 ) -> Packed:
-    """Concatenate the arrays of all transforms; bool is kept, other types become float32.
+    """Concatenate the arrays of all steps; bool is kept, other types become float32.
 
     Args:
         views: Sizes of the images before the transforms of each view.
-        steps: Parameters of each transform: arrays by name, or the list of a user's own one.
+        steps: Parameters of each step: arrays by name, or the list of a user's transform.
         view_sizes: Height and width of each view of the batch.
     """
     words: list[np.ndarray] = [np.zeros(0, np.float32)]

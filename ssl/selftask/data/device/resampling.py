@@ -15,8 +15,8 @@ def filter_matrix(
 ) -> Tensor:
     """Return weights that resample ``length`` inputs to ``num_out`` outputs.
 
-    The filter is Pillow's: it becomes wider if the image shrinks. Weights outside the crop are
-    zero, and the others are normalized to sum to 1.
+    The filter is Pillow's: it becomes wider if the image shrinks, except for ``nearest``. Weights
+    outside the crop are zero, and those of an output sum to 1.
 
     Args:
         start: Index of the first input of each crop, (...).

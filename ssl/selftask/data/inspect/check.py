@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from selftask.config.schema import DataConfig
 from selftask.data.inspect.worker_pool import Lost, map_images
 from selftask.data.loading.bad_files import BadLimit
-from selftask.data.reading.files import BadImage, now_reading, read_bytes
+from selftask.data.reading.files import now_reading, read_bytes
 from selftask.data.reading.skipped_files import describe
 from selftask.data.source import Source
 from selftask.data.sources.files import FileSource
+from selftask.errors import BadImage
 
 _DIGEST = 16  # bytes of a content hash; probability of a collision among 10^9 images: 10^-20
 _MAX_EXAMPLES = 3
@@ -65,11 +67,6 @@ class Report:
     passed_over: dict[str, int] = field(default_factory=dict)  # skipped files, by extension
 
     @property
-    def num_copies(self) -> int:
-        """Number of duplicate images, without the first one of each group."""
-        return sum(len(group) - 1 for group in self.duplicates)
-
-    @property
     def images_per_s(self) -> float:
         return self.num_images / max(self.seconds, 1e-9)
 
@@ -109,6 +106,9 @@ def check(
         num_workers: Number of processes.
         silence_s: Time limit for one image, in seconds; None: ``patience_s()``.
         progress: Called with the number of images read so far.
+
+    Raises:
+        RunError: If processes repeatedly die before they read anything.
     """
     started = time.perf_counter()
     report = Report(len(source), num_workers, passed_over=source.passed_over())
@@ -167,7 +167,10 @@ def examine(source: Source, index: int) -> Facts:
 
 
 def has_own_files(source: Source) -> bool:
-    """Return whether ``source.path(i)`` is the file of image i; sees through wrapping sources."""
+    """Return whether ``source.path(i)`` is the file of image i.
+
+    If a source wraps others, the innermost one decides.
+    """
     while isinstance(inner := getattr(source, "source", None), Source):
         source = inner
     return isinstance(source, FileSource)
@@ -249,7 +252,8 @@ def lines_of(report: Report) -> list[str]:
     mean = report.num_bytes / max(report.num_images, 1)
     rows.append(("bytes", f"{report.num_bytes / 1e6:,.1f} MB, {mean / 1e3:,.1f} kB an image"))
     if report.duplicates:
-        groups = f"{report.num_copies} copies of {len(report.duplicates)} images"
+        num_copies = sum(len(group) - 1 for group in report.duplicates)
+        groups = f"{num_copies} copies of {len(report.duplicates)} images"
         rows.append(("duplicates", f"{groups}, such as {_examples(report.duplicates)}"))
     else:
         rows.append(("duplicates", "none"))
@@ -262,18 +266,26 @@ def lines_of(report: Report) -> list[str]:
     return lines
 
 
-def verdict(report: Report, max_unreadable: float | None) -> str:
-    """Return the last line: whether all images are readable, and whether a run would continue."""
+def verdict(report: Report, data: DataConfig) -> str:
+    """Return the last line: whether all images are readable, and whether a run would continue.
+
+    Args:
+        report: Result of ``check``.
+        data: Its ``on_error`` and ``max_unreadable`` say when a run stops.
+    """
     bad, all_ = len(report.unreadable), report.num_images
     if not bad:
         return f"CHECK ok: all {all_:,} images can be read"
-    limit = BadLimit(all_, max_unreadable)
-    allowed = limit.allows(bad)
-    outcome = "a run replaces them" if allowed else "a run would stop"
-    comparison = "no more than" if allowed else "more than"
+    limit = BadLimit(all_, data.max_unreadable)
+    if data.on_error == "fail":
+        outcome = "a run would stop (data.on_error=fail)"
+    elif limit.allows(bad):
+        outcome = f"no more than {limit}: a run replaces them"
+    else:
+        outcome = f"more than {limit}: a run would stop"
     return (
         f"CHECK found problems: {bad:,} of {all_:,} images ({bad / all_:.2%}) cannot be read, "
-        f"{comparison} {limit}: {outcome}"
+        f"{outcome}"
     )
 
 

@@ -82,7 +82,10 @@ def first_batch(config: Config, sources: Sources, num_images: int) -> Batch:
 
 
 def view_names(views: Mapping[str, ViewConfig]) -> list[str]:
-    """Return names such as ``global 1``, ``global 2``, ``local 1``, in the order of the views."""
+    """Return names such as ``global 1``, ``global 2``, ``local``, in the order of the views.
+
+    Views are numbered only if their group has several.
+    """
     return [
         f"{name} {number}" if count > 1 else name
         for name, count in num_views(views).items()
@@ -120,7 +123,12 @@ def to_pixels(views: Tensor, transforms: Sequence[Component]) -> np.ndarray:
 
 
 def draw(rows: list[Row], names: list[str]) -> Image.Image:
-    """Draw the sheet: a heading for each column, a row for each image, and its name below."""
+    """Draw the sheet, an RGB image: a row for each image, with its name below.
+
+    Args:
+        rows: Images and views, at least one row.
+        names: Heading of each view.
+    """
     cells = [[_fit(row.original), *map(_enlarge, row.views)] for row in rows]
     widths = [max(cell.width for cell in column) for column in zip(*cells, strict=True)]
     heights = [max(cell.height for cell in row) for row in cells]
@@ -146,7 +154,7 @@ def draw(rows: list[Row], names: list[str]) -> Image.Image:
 
 
 def as_seen(image: np.ndarray) -> np.ndarray:
-    """Return what to display of (H, W, C): three channels (H, W, 3), or one (H, W) if C < 3."""
+    """Return the first three channels of an image (H, W, C), or the first, (H, W), if C < 3."""
     return image[..., :3] if image.shape[2] >= 3 else image[..., 0]
 
 
@@ -173,6 +181,7 @@ def _fit(original: np.ndarray) -> Image.Image:
 
 
 def printable(name: str) -> str:
+    """Return the name with ``?`` in place of characters that cannot be printed."""
     return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 

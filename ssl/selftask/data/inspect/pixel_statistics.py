@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from selftask.data.inspect.worker_pool import map_images
-from selftask.data.reading.files import BadImage, now_reading
+from selftask.data.reading.files import now_reading
 from selftask.data.source import Source
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 
 _FULL = 255  # largest 8-bit value; mean and std are on the scale [0, 1], as for `normalize`
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 class Sums(NamedTuple):
-    """Sums over one image."""
+    """Size of one image, and exact sums over its pixels."""
 
-    width: int
+    width: int  # in pixels
     height: int
     sums: tuple[int, ...]  # of the pixel values, one for each channel
     squares: tuple[int, ...]  # of their squares
@@ -52,7 +52,10 @@ class Statistics:
     num_workers: int
 
     def quantiles(self) -> dict[str, list[float]]:
-        """Return QUANTILES of width, height, short side, long side and width / height."""
+        """Return the QUANTILES of width, height and other measures of size, by name.
+
+        Sides are in pixels, and each value is that of an image (no interpolation).
+        """
         width, height = self.sides[:, 0], self.sides[:, 1]
         measures = {
             "width": width,
@@ -67,7 +70,7 @@ class Statistics:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result for ``--json``."""
+        """Return the result as plain values, for ``--json``."""
         return {
             "images": self.num_images,
             "unreadable": self.num_unreadable,
@@ -117,6 +120,8 @@ def measure(
 
     Raises:
         UserError: If no image can be read, or images have different numbers of channels.
+        RunError: If an image is not uint8 (H, W, C), if reading one raises another error than
+            BadImage, or if processes repeatedly die before they read anything.
     """
     started = time.perf_counter()
     indices = choose(len(source), most, seed)

@@ -21,11 +21,11 @@ from selftask.data.loading.collate import BatchBuffer
 from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.open_data import Sources
 from selftask.data.loading.sample import Sample
-from selftask.data.reading.files import BadImage, read_bytes
+from selftask.data.reading.files import read_bytes
 from selftask.data.source import Source, Wrapped
 from selftask.distributed.accelerator import wait_for
 from selftask.distributed.world import World
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.random.views import draw_rng
 from selftask.registry import TRANSFORMS
 
@@ -79,7 +79,7 @@ class StageTimes:
 def measure(
     config: Config, sources: Sources, device: torch.device, seconds: float, threads: int = 1
 ) -> StageTimes:
-    """Measure each stage in this process, then the configured loader; a run's folder is not used.
+    """Measure each stage in this process, then the configured loader; no run folder is written.
 
     Args:
         config: Config of the run.
@@ -224,7 +224,10 @@ def _readable(source: Source, indices: Sequence[int]) -> Iterator[np.ndarray]:
 def _each(
     work: Callable[[int], T], indices: Sequence[int], seconds: float, most: int = MAX_IMAGES
 ) -> tuple[float, list[T]]:
-    """Call ``work`` for each index, within ``most`` and ``seconds``; return mean time, results."""
+    """Call ``work`` for indices in turn; return the mean seconds of a call, and the results.
+
+    It stops after ``most`` results or about ``seconds``. Unreadable images are skipped.
+    """
     done: list[T] = []
     spent = 0.0
     for index in indices:
@@ -287,7 +290,7 @@ class _Counted(Wrapped):
 
 
 def decodes_per_sample(config: Config, source: Source) -> float:
-    """Return the number of images decoded per sample, including unreadable ones."""
+    """Return how many images are read per sample of the first batch, with unreadable ones."""
     counted = _Counted(source)
     here = replace(config, data=replace(config.data, num_workers=0, cache="none"))
     data_module = DataModule(here, Sources(counted, None), World(), torch.device("cpu"))

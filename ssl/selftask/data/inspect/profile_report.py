@@ -35,7 +35,7 @@ def as_json(times: StageTimes) -> dict[str, Any]:
 
 
 def advice(times: StageTimes) -> list[str]:
-    """Return at most two pieces of advice."""
+    """Return at most two sentences of advice on the config; there may be none."""
     return list(_advice(times))[:2]
 
 

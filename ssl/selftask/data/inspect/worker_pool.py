@@ -41,7 +41,10 @@ class Lost:
 
 
 def patience_s() -> float:
-    """Return the time limit of one image in seconds, after which its process is killed."""
+    """Return the time limit of one image in seconds, after which its process is killed.
+
+    It is infinite if reads have no time limit.
+    """
     if POLICY.timeout_s <= 0:
         return float("inf")
     return POLICY.timeout_s * (POLICY.retries + 1) + DECODING_S

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from selftask.config.schema import DataConfig
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 
 # Share and number of images that may be unreadable if max_unreadable is null.
 DEFAULT_MAX_UNREADABLE, MIN_ALLOWED_UNREADABLE = 0.001, 3
@@ -40,8 +39,8 @@ class BadLimit:
 class BadFiles:
     """Record of unreadable images in a file; raises UserError if there are too many.
 
-    It is kept by the main process. The file is read when a run resumes, and before new lines are
-    written, since other ranks write to it too. It lists each path once.
+    Each rank has one, in its main process. The file is read when a run resumes, and before new
+    lines are written, since other ranks write to it too. Paths in the file are not written again.
 
     ``counted`` contains the unreadable images found by this rank and, as of the last ``merge``, by
     other ranks. At a given step it is the same in a resumed run, whereas the file may already list
@@ -50,8 +49,8 @@ class BadFiles:
     Args:
         path: The file; None: kept in memory only.
         num_images: Number of images of the source.
-        on_error: ``data.on_error``.
-        max_unreadable: ``data.max_unreadable``.
+        on_error: ``data.on_error``: ``fail`` allows no unreadable image.
+        max_unreadable: ``data.max_unreadable``, a share of the images.
         key: Config key of images that are skipped if they are unreadable; empty for training
             images, which are replaced.
     """
@@ -121,7 +120,12 @@ class BadFiles:
             self._judge(entries, self.reasons)
 
     def merge(self, others: dict[str, str]) -> None:
-        """Count the unreadable images of other ranks; raises UserError if there are too many."""
+        """Count the unreadable images of other ranks, path -> reason.
+
+        Raises:
+            UserError: If there are new ones, and ``data.on_error`` is ``fail`` or the images of all
+                ranks exceed ``data.max_unreadable``.
+        """
         new = {path: why for path, why in others.items() if path not in self.counted}
         self.counted |= new
         self.reasons = new | self.reasons
@@ -134,7 +138,7 @@ class BadFiles:
 
         Args:
             counted: ``counted`` at the time of the checkpoint.
-            write: Whether to rewrite the file.
+            write: Whether to rewrite the file; without images, it is removed.
         """
         self.counted, self.reasons = dict(counted), dict(counted)
         self.unshared.clear()

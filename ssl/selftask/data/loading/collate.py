@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from selftask.batch import Batch, Extras
 from selftask.data.loading.sample import Sample
-from selftask.data.reading.files import BadImage
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -23,7 +22,10 @@ if TYPE_CHECKING:
 
 
 Draw: TypeAlias = Callable[[torch.Tensor, list[tuple[int, int]]], dict[str, Any]]
-"""Returns ``Batch.drawn`` on the CPU, for keys (B, 2) and the height and width of each view."""
+"""Function of keys, int64 (B, 2), and of height and width of each view.
+
+It returns ``Batch.drawn`` on the CPU.
+"""
 
 
 class Allocator(Protocol):
@@ -34,7 +36,7 @@ class Allocator(Protocol):
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Batch of B samples as workers return it, without skipped samples."""
+    """Batch of B samples as workers return it; skipped samples are not among them."""
 
     views: list[torch.Tensor]  # V uint8 (B, H, W, C)
     labels: torch.Tensor  # (B,) int64
@@ -69,7 +71,10 @@ class RawBatch:
         return replace(self, drawn=tree_map_only(torch.Tensor, stored, drawn))
 
     def pin_memory(self) -> Self:
-        """Return the batch in page-locked memory; called by DataLoader's pinning thread."""
+        """Return the batch in page-locked memory, except its key, which stays on the host.
+
+        Called by DataLoader's pinning thread.
+        """
         return replace(
             self,
             views=[view.pin_memory() for view in self.views],
@@ -107,7 +112,7 @@ class RawBatch:
         )
 
     def make_views(self, dataset: Dataset, device: torch.device) -> list[torch.Tensor]:
-        """Return V float32 views (B, C, H, W) on the device."""
+        """Return V normalized float32 views (B, C, H, W) on the device."""
         pixels = [view.to(device, non_blocking=True) for view in self.views]
         return [convert(view) for convert, view in zip(dataset.to_float, pixels, strict=True)]
 
@@ -175,13 +180,17 @@ class BatchFields:
         return torch.from_numpy(np.stack(arrays, out=stacked))
 
 
-def collate(samples: Iterable[Sample], buffer: BatchBuffer) -> RawBatch:
-    """Stack samples, each as soon as it is read, so that its views are not kept."""
+def collate(samples: Iterable[Sample], buffer: BatchBuffer, keys: Sequence[str]) -> RawBatch:
+    """Collate samples; each is copied as soon as it is read, so that its views are not kept.
+
+    If views cannot be stacked, the batch has ``problem`` and no views. UserError is raised if an
+    extra field cannot be stacked. ``keys`` are the config keys of the transforms of each view.
+    """
     fields = BatchFields()
     for sample in samples:
         if fields.add(sample):
             buffer.add(sample.views)
-    problem = buffer.problem()
+    problem = buffer.problem(keys)
     filled = [] if problem else [view[: buffer.count] for view in buffer.views]
     views = [torch.from_numpy(view) for view in filled]
     return RawBatch(views=views, **fields.of_batch(buffer.new), problem=problem)
@@ -223,20 +232,23 @@ class BatchBuffer:
         self.count += 1
         self.next = [view[self.count] for view in self.views] if self.count < self._size else []
 
-    def problem(self) -> str:
-        """Return an error message if the images of a view cannot be stacked, or an empty string."""
+    def problem(self, keys: Sequence[str]) -> str:
+        """Return an error message if the images of a view cannot be stacked, or an empty string.
+
+        ``keys`` are the config keys of the transforms of each view.
+        """
         for number, odd in self._odd.items():
             return (
-                f"view {number}: its transforms gave {odd.dtype} of shape {odd.shape}; "
+                f"{keys[number]}: the result is {odd.dtype} of shape {odd.shape}; "
                 "8-bit images (H, W, C) are expected (normalize, the last one, makes floats)"
             )
         for number, shapes in self._others.items():
             height_width = sorted({f"{shape[1]}x{shape[0]}" for shape in shapes})
             if len(height_width) == 1:
                 channels = " and ".join(str(count) for count in sorted({s[2] for s in shapes}))
-                return f"view {number}: its images have {channels} channels and make no batch"
+                return f"{keys[number]}: images of {channels} channels make no batch"
             return (
-                f"view {number}: its images have different sizes ({', '.join(height_width[:3])}) "
-                "and make no batch; its transforms need a crop (random_resized_crop or center_crop)"
+                f"{keys[number]}: images of different sizes ({', '.join(height_width[:3])}) make "
+                "no batch; add a crop (random_resized_crop or center_crop)"
             )
         return ""

@@ -19,15 +19,16 @@ class Cores(NamedTuple):
 
     @property
     def share(self) -> int:
-        """Number of cores per process."""
+        """Number of whole cores per process, at least 1."""
         return max(1, self.number // self.processes)
 
 
 @dataclass
 class WaitWatch:
-    """Detector that reports once if training waits for data for LONG_ENOUGH steps in a row.
+    """Detector that reports once if training waits too much for LONG_ENOUGH steps in a row.
 
-    The first row after a start is ignored, since it includes the start of the workers.
+    Too much is more than the share TOO_MUCH of the time, in each log row. The first row after a
+    start is ignored, since it includes the start of the workers.
     """
 
     started: bool = False
@@ -40,7 +41,7 @@ class WaitWatch:
 
         Args:
             steps: Number of steps in the row.
-            data_wait: Share of time spent waiting.
+            data_wait: Share of time spent waiting, 0 to 1.
         """
         if not self.started:
             self.started = True
@@ -71,12 +72,12 @@ def workers_advice(num_workers: int, cores: Cores) -> str | None:
 
 
 def loader_advice(num_workers: int, cores: Cores, recipe: str, *, has_idle_device: bool) -> str:
-    """Return how to make batches faster.
+    """Return advice to the user on making batches faster, for ``wait_advice``.
 
     Args:
-        num_workers: Number of worker processes.
+        num_workers: Number of worker processes of each rank.
         cores: Cores of this machine.
-        recipe: Recipe of the run.
+        recipe: Recipe of the run, for the command in the advice.
         has_idle_device: Whether there is an accelerator that waits for data and does not make the
             views itself.
     """
@@ -90,15 +91,15 @@ def loader_advice(num_workers: int, cores: Cores, recipe: str, *, has_idle_devic
 
 
 def wait_advice(data_wait: float, advice: str) -> str:
-    """Return the line for the log: the share of time spent waiting, and ``loader_advice``."""
+    """Return a log line with the share of time spent waiting (0 to 1) and the advice."""
     return f"training has waited for data {data_wait:.0%} of the time: {advice}"
 
 
 def advice_at_start(loader_s: float, step_s: float, images: int, advice: str) -> str | None:
-    """Return a line for the log if training will wait for data; else None.
+    """Return a log line if training will wait at least the share TOO_MUCH of the time, else None.
 
     Args:
-        loader_s: Seconds in which all workers together make a batch.
+        loader_s: Seconds in which the workers of a rank together make its part of a batch.
         step_s: Seconds that the device takes for a step with one batch.
         images: Number of images of a batch, over all ranks.
         advice: Result of ``loader_advice``.

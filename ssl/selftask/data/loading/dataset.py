@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from selftask.data.extras import ExtrasReader, read_extra_image
 from selftask.data.loading.sample import Sample
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, channels_of
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.random.splitmix import hash_words
 from selftask.random.views import draw_rng
 
@@ -65,7 +64,13 @@ class Dataset(ABC):
         """Collate samples into a batch; called in a worker."""
         from selftask.data.loading.collate import collate
 
-        return collate(samples, buffer)
+        return collate(samples, buffer, self.transform_keys)
+
+    @property
+    def transform_keys(self) -> list[str]:
+        """Config key of the transforms of each view, for messages."""
+        groups = self.groups.items()
+        return [f"views.{name}.transforms" for name, count in groups for _ in range(count)]
 
 
 def replacement(seed: int, epoch: int, index: int, attempt: int, num_images: int) -> int:
@@ -139,7 +144,8 @@ class ViewDataset(Dataset):
     An unreadable image is replaced by another one, chosen by a hash of (seed, epoch, index). The
     draws remain those of (epoch, index). A sample therefore does not depend on worker, rank or
     resume. ``Sample.index`` is the index of the replacement, since methods with a memory bank have
-    an entry for each image. If ``replaces`` is False, unreadable images are skipped instead.
+    an entry for each image. If ``replaces`` is False, unreadable images are skipped instead. A
+    skipped sample, or one without a readable image after MAX_REPLACEMENTS attempts, has no views.
 
     Args:
         source: Source of the images.
@@ -189,7 +195,7 @@ class ViewDataset(Dataset):
         return Sample([], -1, index, key, bad)
 
     def read(self, index: int) -> tuple[list[np.ndarray], int, dict[str, np.ndarray] | None]:
-        """Return all images (H, W, C) of a sample, its label, and its extras or None.
+        """Return all images of a sample, uint8 (H, W, C), its label, and its extras or None.
 
         Raises:
             BadImage: If an image or an extra field cannot be read.
@@ -203,7 +209,9 @@ class ViewDataset(Dataset):
     def make(
         self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], list[Trace]]:
-        """Return the views of a sample, and the draws of all its views if they are recorded.
+        """Return the views of a sample, and the draws of each view of ``Views.made``.
+
+        If no recorder is set, the list of draws is empty.
 
         Args:
             images: Images of the sample, uint8 (H, W, C).
@@ -247,6 +255,10 @@ class EvalDataset(Dataset):
     @property
     def to_float(self) -> Sequence[Normalizer]:
         return [self.pipeline.to_float]
+
+    @property
+    def transform_keys(self) -> list[str]:
+        return ["eval.transforms"]
 
     def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
         index = key[1]

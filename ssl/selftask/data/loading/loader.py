@@ -22,7 +22,7 @@ from selftask.data.sampling.sampler import BatchSampler, Pool, Sampler
 from selftask.data.sampling.shuffled import Shuffled
 from selftask.data.source import Source
 from selftask.distributed.accelerator import is_accelerator
-from selftask.errors import UserError
+from selftask.errors import UserError, join_some
 
 
 class Batches:
@@ -77,7 +77,7 @@ class Batches:
         self._ahead: Prefetcher | None = None  # makes the next views on the device during a step
 
     def start(self, step: int) -> None:
-        """Make ``step`` the next global batch; running workers are kept if it already is."""
+        """Start the workers at global batch ``step``; do nothing if they run and it is the next."""
         if self._reader is not None and step == self.step:
             return
         self.close()
@@ -97,8 +97,9 @@ class Batches:
         """Return the next batch.
 
         Raises:
-            UserError: If too many files are bad, or one has no readable replacement.
-            RunError: If a worker died.
+            UserError: If too many files are bad, one has no readable replacement, or samples have
+                an error that the user must fix.
+            RunError: If a worker died or cannot be started.
         """
         started = time.perf_counter()
         self.start(self.step)
@@ -115,14 +116,15 @@ class Batches:
         self.made_s.append(batch.made_s)
         self.bad_files.add(batch.bad)
         if batch.num_left_out:
+            known = [f"{path}: {why}" for path, why in self.bad_files.reasons.items()]
             raise UserError(
-                "data: no readable image was found in place of an unreadable one; "
-                f"{len(self.bad_files)} are known to be bad"
+                "data: no readable image was found in place of an unreadable one; these cannot be "
+                f"read: {join_some(known, 3) or 'those that storage did not give'}"
             )
         return batch.finish(self.dataset, self.device)
 
     def close(self) -> None:
-        """Stop the workers."""
+        """Stop the workers and drop the batch read ahead; iterating again starts new workers."""
         if self._reader is not None:
             self._reader.close()
         if self._ahead is not None:
@@ -134,8 +136,9 @@ class EvalBatches:
     """Batches of this rank's contiguous part of a dataset, in order.
 
     ``input`` of a batch is the first view. Samples without views (unreadable images of an
-    EvalDataset) are skipped and recorded, so use ``index`` to identify samples. Iterating raises
-    UserError if more images are unreadable than ``bad_files`` allows.
+    EvalDataset) are skipped and recorded, so use ``index`` to identify samples. Workers are started
+    anew for each iteration, which raises UserError if more images are unreadable than ``bad_files``
+    allows.
     """
 
     def __init__(
@@ -149,7 +152,17 @@ class EvalBatches:
         device: torch.device | None = None,
         bad_files: BadFiles | None = None,
     ) -> None:
-        """Divide the samples. ``batch_size`` is per rank; the last batch may be smaller."""
+        """Divide the samples among ranks and batches; workers are started later.
+
+        Args:
+            dataset: Samples by key; the epoch of the keys is 0.
+            batch_size: Number of samples of a batch on this rank; the last batch may be smaller.
+            num_workers: Number of worker processes; 0: read in this process.
+            rank: This rank.
+            world_size: Number of ranks.
+            device: Device of the batches; None: the CPU.
+            bad_files: Record of unreadable images; None: kept in memory only.
+        """
         self.dataset = dataset
         self.num_workers = num_workers
         self.device = device or torch.device("cpu")
@@ -169,11 +182,11 @@ class EvalBatches:
         device: torch.device,
         key: str,
     ) -> EvalBatches:
-        """Return batches of all samples of a source, with its workers and limit of bad files.
+        """Return batches of all samples, with the workers and the limit of bad files of ``data``.
 
         Args:
             dataset: Samples of the source.
-            source: The images.
+            source: The images, which are counted for the limit.
             data: Config of the data.
             batch_size: Number of samples of a batch; the last one may be smaller.
             device: Device that the batches are moved to.
@@ -197,7 +210,10 @@ class EvalBatches:
             yield batch
 
     def read(self) -> Iterator[RawBatch]:
-        """Yield the batches as the workers return them, except those without views."""
+        """Yield the batches as the workers return them, except those without views.
+
+        Unreadable images are recorded; UserError is raised if there are too many.
+        """
         keys = ([(0, index) for index in batch] for batch in self.batches)
         with closing(BatchReader(self.dataset, keys, self.num_workers, self.device)) as reader:
             for batch in reader:
@@ -212,7 +228,7 @@ def in_batches(indices: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def in_equal_numbers(count: int, size: int, rank: int, world_size: int) -> list[Sequence[int]]:
-    """Return this rank's batches of ``count`` images; all ranks have the same number of batches.
+    """Return the image indices of this rank's batches; all ranks have the same number of batches.
 
     The ranks have consecutive parts. With one rank the batches are those of ``in_batches``.
 

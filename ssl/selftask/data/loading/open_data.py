@@ -10,7 +10,7 @@ from typing import NamedTuple
 from selftask.config.checks.requirements import of_extras, of_labels, required
 from selftask.config.schema import Component, Config, DataConfig
 from selftask.config.trust import refuse_addresses
-from selftask.data.labels import align_classes, count_unlabeled
+from selftask.data.labels import align_classes, count_unlabeled, split_problems
 from selftask.data.open_source import open_source
 from selftask.data.reading.files import Policy, set_policy
 from selftask.data.relabeled import relabeled
@@ -37,8 +37,8 @@ def open_data(data: DataConfig) -> Sources:
     processes inherit them.
 
     Raises:
-        UserError: If a source cannot be opened, or if the number of channels or the classes of a
-            validation set differ from the training images'.
+        UserError: If a source cannot be opened, or if a validation set has another number of
+            channels than the training images, or a class that they lack.
     """
     limits = data.max_bytes, data.max_scans, data.max_pixels
     set_policy(Policy(data.read_timeout_s, data.read_retries, *limits))
@@ -60,7 +60,8 @@ def open_received(config: Config, *, trust: bool) -> Sources:
         trust: Whether to open addresses (``s3://...``) that are not from the command line.
 
     Raises:
-        UserError: If the data have such an address, and ``trust`` is False.
+        UserError: If the data have such an address, and ``trust`` is False. Also as in
+            ``open_data``.
     """
     if not trust:
         refuse_addresses(config, "data")
@@ -68,11 +69,15 @@ def open_received(config: Config, *, trust: bool) -> Sources:
 
 
 def _open_named(component: Component, key: str) -> Source:
-    """Open the source of config key ``key``, which is prepended to errors of its address."""
+    """Open the source of config key ``key``, which its errors then name instead of ``data``."""
     try:
         return open_source(component)
     except AddressError as error:
         raise AddressError(f"{key}: {error}") from error
+    except UserError as error:
+        if not str(error).startswith(("data:", "data.")):
+            raise
+        raise UserError(f"{key}{str(error).removeprefix('data')}") from error
 
 
 def open_val(component: Component, train: Source, key: str) -> Source:
@@ -84,8 +89,8 @@ def open_val(component: Component, train: Source, key: str) -> Source:
         key: Config key of the set, for messages.
 
     Raises:
-        UserError: If it cannot be opened, or if its number of channels or its classes differ from
-            the training images'.
+        UserError: If it cannot be opened, or has another number of channels than the training
+            images, or a class that they lack.
     """
     source = _open_named(component, key)
     if channels_of(source) != channels_of(train):
@@ -101,6 +106,9 @@ def copy_data(sources: Sources, stage_to: str | None) -> Sources:
     """Copy the data if ``stage_to`` is set, and return sources that read from the copies.
 
     This is separate from opening, since a job submission opens the sources only to count images.
+
+    Raises:
+        UserError: If a source cannot be copied, or there is too little space.
     """
     if stage_to is None:
         return sources
@@ -117,8 +125,10 @@ def check_data(config: Config, source: Source) -> Sampler:
 
     Raises:
         ConfigError: If the transforms do not support the images' number of channels, if the
-            method needs labels or captions that are missing, if views are made from images that
-            the data does not have, or if an epoch has fewer batches than one optimizer step.
+            method needs labels or captions that are missing, if the classes it needs are parts of a
+            data set (train, test), if views are made from images that the data does not have, or if
+            an epoch has fewer batches than one optimizer step.
+        UserError: If the sampler does not suit the images.
     """
     channels = channels_of(source)
     checks: list[Iterable[str]] = [
@@ -126,6 +136,7 @@ def check_data(config: Config, source: Source) -> Sampler:
     ]
     if "labels" in required(config.method.name):  # counting may read an image
         checks.append(of_labels(config, count_unlabeled(source), len(source)))
+        checks.append(split_problems(source.class_names()))
     checks.append(of_extras(config, extras_of(source)))
     if problems := list(chain.from_iterable(checks)):
         raise ConfigError(problems)
@@ -143,7 +154,7 @@ def check_data(config: Config, source: Source) -> Sampler:
 
 
 def check_val(config: Config, source: Source, key: str) -> None:
-    """Raise ConfigError if the method needs labels and images of a labeled set have none.
+    """Raise ConfigError if the method needs labels and some images of a labeled set have none.
 
     Args:
         config: Config of the run.

@@ -15,11 +15,11 @@ from selftask.errors import UserError
 
 
 class Prefetcher:
-    """Buffer that returns the batches of ``make()`` in order, and makes each one call in advance.
+    """Buffer for the batches of ``make()``: each call returns a batch and makes the next one.
 
     On an accelerator with streams, the copies and kernels of ``make`` run on a side stream, during
     the previous step. A UserError of ``make`` is raised when the failed batch is requested, after
-    the previous steps.
+    the previous steps. Other errors are raised at once.
     """
 
     def __init__(self, make: Callable[[], Batch], device: torch.device) -> None:
@@ -29,7 +29,11 @@ class Prefetcher:
         self._made: tuple[Batch | UserError, Any] | None = None
 
     def next(self) -> Batch:
-        """Return the next batch, ready for use on the current stream; may raise its UserError."""
+        """Return the next batch, ready for use on the current stream.
+
+        Raises:
+            UserError: As raised by ``make`` for this batch; further calls raise it again.
+        """
         made = self._make_one() if self._made is None else self._made
         batch, done = made
         if isinstance(batch, UserError):

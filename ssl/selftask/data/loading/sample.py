@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from selftask.data.reading.files import BadImage
 from selftask.data.sampling.sampler import epoch_of
 from selftask.data.transforms.transform import Trace
+from selftask.errors import BadImage
 
 
 @dataclass(frozen=True, slots=True)

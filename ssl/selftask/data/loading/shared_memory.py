@@ -67,7 +67,10 @@ class SlotPool:
         return mmap.mmap(file, size, offset=start)
 
     def lent(self, slot: int, size: int) -> torch.Tensor:
-        """Return a slot's bytes, uint8 (size,); the last tensor that uses them frees the slot."""
+        """Return a slot's first bytes, uint8 (size,), mark included.
+
+        The slot is free again when the last tensor that uses them is freed.
+        """
         mapping = self.map(slot, size)
         array: np.ndarray = np.ndarray((size,), np.uint8, buffer=mapping)
         weakref.finalize(array, _clear, mapping, os.getpid()).atexit = False
@@ -85,7 +88,10 @@ def _clear(mapping: mmap.mmap, owner: int) -> None:
 
 
 def memory_file(name: str) -> IO[bytes]:
-    """Open a file in memory; unlike /dev/shm (64 MB in docker), only memory limits its size."""
+    """Open a file in memory; unlike /dev/shm (64 MB in docker), only memory limits its size.
+
+    On other systems than Linux, it is a temporary file on disk.
+    """
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create(name), "w+b")
     return tempfile.TemporaryFile()  # not Linux

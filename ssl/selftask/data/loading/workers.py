@@ -101,6 +101,10 @@ class BatchReader:
         batches: Keys of the samples of each batch.
         num_workers: Number of worker processes; 0: read in this process.
         device: Device that the caller copies the batches to; decides whether memory is pinned.
+
+    Raises:
+        RunError: If workers cannot be started or, while iterating, if a worker died.
+        UserError: While iterating, if a batch has an error that the user must fix.
     """
 
     def __init__(
@@ -245,7 +249,7 @@ def _leave_with(main: int) -> None:
 
 
 def _describe_death(workers: list[ForkProcess], kills: OutOfMemoryKills) -> str | None:
-    """Describe how a worker died; return None if all workers are alive."""
+    """Return how a worker died, for a message; None if all workers are alive after a second."""
     # a failed worker may still be exiting
     wait([worker.sentinel for worker in workers], timeout=1.0 if workers else 0)
     dead = next((worker for worker in workers if not worker.is_alive()), None)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, TypeVar
 
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.files import addresses
 from selftask.files.addresses import is_remote
 from selftask.files.received import special_kind
@@ -36,22 +36,6 @@ TRANSIENT = frozenset(
     {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO}
     | {errno.ENOTCONN, errno.ECONNRESET, errno.ESHUTDOWN, errno.EHOSTDOWN}
 )  # errors of network file systems that may be temporary
-
-
-class BadImage(Exception):
-    """Raised if an image cannot be read, with its path (or name) and the reason on one line.
-
-    ``storage_failed`` is True if the file system failed, so that the image itself may be intact.
-    """
-
-    def __init__(self, path: str, reason: str, *, storage_failed: bool = False) -> None:
-        self.path = path
-        self.reason = " ".join(reason.split())
-        self.storage_failed = storage_failed
-        super().__init__(path, self.reason)
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
 
 
 @dataclass
@@ -77,7 +61,8 @@ def read_bytes(path: str) -> bytes:
     """Return the content of a regular file or a remote file; symbolic links are followed.
 
     Raises:
-        BadImage: If it is not a regular file, cannot be read, or was not read in time.
+        BadImage: If it is not a regular file, has more than ``data.max_bytes`` bytes, cannot be
+            read, or was not read in time.
     """
     now_reading(path)
     return with_retries(_read_remote if is_remote(path) else _read, path, path)
@@ -99,7 +84,8 @@ def read_sample(path: str) -> bytes | None:
 def with_retries(read: Callable[[str], T], path: str, name: str) -> T:
     """Return ``read(path)``, called with a time limit and retried after temporary errors.
 
-    The limit and the number of retries, with growing pauses, are those of ``POLICY``.
+    The limit and the number of retries, with growing pauses, are those of ``POLICY``. For an
+    address, all errors count as temporary except a missing file or missing permission.
 
     Args:
         read: Function to call.
@@ -141,7 +127,10 @@ def _may_pass_remote(error: Exception) -> bool:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Open a regular file for reading; raises OSError if it is not one or is too large."""
+    """Open a regular file for reading; raises OSError if it is not one or is missing or too large.
+
+    ``data.max_bytes`` is the limit of its size.
+    """
     return os.fdopen(_open(path)[0], "rb")
 
 

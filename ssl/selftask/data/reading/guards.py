@@ -10,8 +10,10 @@ from selftask.errors import UserError
 def check_memory(num_bytes: int, subject: str, advice: str) -> None:
     """Raise UserError if data of this size does not fit into free memory.
 
+    Nothing is checked if the free memory is unknown.
+
     Args:
-        num_bytes: Size of the data.
+        num_bytes: Size of the data, in bytes.
         subject: Description of the data, for the message.
         advice: Advice to the user, for the message.
     """

@@ -1,4 +1,4 @@
-"""Reading of images of any format as upright 8-bit RGB; raises ``BadImage`` on failure."""
+"""Reading of image files as upright 8-bit RGB, and conversion of arrays to 8-bit images."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from PIL import Image, UnidentifiedImageError
 
 from selftask.data.reading.files import (
     POLICY,
-    BadImage,
     check_size,
     in_time,
     is_transient,
     open_regular,
     read_bytes,
 )
+from selftask.errors import BadImage
 
 _ORIENTATION_TAG = 0x0112
 _JPEG = b"\xff\xd8\xff"
@@ -36,13 +36,13 @@ _MAY_BE_TURNED = (b"Exif\0\0", b"tiff:Orientation")  # markers of blocks that ho
 
 
 def read_image(path: str) -> np.ndarray:
-    """Read an image file as upright RGB, uint8 (H, W, 3).
+    """Read a local or remote image file as upright RGB, uint8 (H, W, 3).
 
     The format is detected from the content, not from the name. For animations, only the first frame
     is read.
 
     Raises:
-        BadImage: If the path is not a file, the file was not read in time, it exceeds
+        BadImage: If it is not a regular file, it was not read in time, it exceeds
             ``data.max_bytes``, ``data.max_scans`` or ``data.max_pixels`` (checked before decoding),
             or it cannot be decoded completely.
     """
@@ -125,7 +125,10 @@ def _decode_jpeg(data: bytes) -> np.ndarray | None:
 
 
 def _first_scan(data: bytes) -> int:
-    """Return the position of the first scan of a JPEG; all metadata comes before it."""
+    """Return the position of a JPEG's first scan or end marker; its length if it has neither.
+
+    All metadata comes before the first scan.
+    """
     marker = _MARKER.search(data, 2)
     while marker is not None and marker[0] not in (_SCAN, _END):
         marker = _MARKER.search(data, _end_of_segment(data, marker))
@@ -144,7 +147,10 @@ def _decode_with_pillow(data: bytes) -> np.ndarray:
 
 
 def check_header(path: str) -> BadImage | None:
-    """Return the error if the header of a file cannot be read, else None; decodes nothing."""
+    """Return an error if the header of a local file is unreadable, else None; decodes no pixels.
+
+    More pixels than ``data.max_pixels`` are also an error.
+    """
 
     def open_header(path: str) -> None:
         with open_regular(path) as file, _pixel_limit(), Image.open(file) as image:
@@ -160,7 +166,10 @@ def check_header(path: str) -> BadImage | None:
 
 
 def orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of an opened image, 1 to 8; 1 if EXIF is missing or damaged."""
+    """Return the EXIF orientation of an opened image; 1 (upright) if it is missing or damaged.
+
+    Valid numbers are 1 to 8, but any integer in the file is returned.
+    """
     try:
         number = image.getexif().get(_ORIENTATION_TAG)
     except (SyntaxError, ValueError, TypeError, KeyError, OSError, EOFError):
@@ -169,7 +178,10 @@ def orientation(image: Image.Image) -> int:
 
 
 def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Apply the EXIF orientation to stored pixels (H, W, C); 5 to 8 swap height and width."""
+    """Apply the EXIF orientation to stored pixels (H, W, C); 5 to 8 swap height and width.
+
+    Numbers other than 2 to 8 change nothing. The result is C-contiguous.
+    """
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (3, 4, 7, 8):
@@ -183,6 +195,7 @@ def to_rgb(image: Image.Image) -> np.ndarray:
     """Convert a Pillow image of any mode to uint8 (H, W, 3); alpha is dropped.
 
     Alpha and CMYK are handled by Pillow's ``convert("RGB")``, as in torchvision's image folders.
+    Gray levels of more than 8 bits are scaled from [0, 65535], and floats as in ``from_array``.
     """
     if image.mode.startswith("I") or image.mode == "F":
         return _gray_to_rgb(_to_8_bit(np.asarray(image), deep=True))
@@ -196,11 +209,13 @@ def from_array(array: np.ndarray, channels: int = 3) -> np.ndarray:
 
     Floats are assumed to be in [0, 1], or in [0, 255] if one is above 1. Integers of 16 bits are
     assumed to be in [0, 65535]; other integers in [0, 255], or in [0, 65535] if one is above 255.
-    Arrays with values outside these ranges are scaled by their own range.
+    Arrays with values outside these ranges are scaled by their own range. False and True become 0
+    and 255. NaN and infinities count as 0. The result may share memory with ``array``.
 
     Args:
         array: For three channels: (H, W), (H, W, 1|3|4) or (1|3|4, H, W); a fourth channel is
-            dropped. For other numbers: (H, W, channels) or (channels, H, W); (H, W) for one.
+            dropped. For other numbers of channels: (H, W, channels) or (channels, H, W); for one,
+            also (H, W).
         channels: Number of channels of the result.
 
     Raises:
@@ -228,11 +243,15 @@ def as_pixels(image: Any, channels: int = 3) -> np.ndarray:
     tensors are those of ``from_array``.
 
     Raises:
-        ValueError: If it is not an image, or has another number of channels.
+        ValueError: If it is not an image, or has another number of channels. Other errors of
+            Pillow's decoders are raised unchanged.
     """
     if isinstance(image, Image.Image):
         pixels = to_rgb(image) if channels == 3 else from_array(np.asarray(image), channels)
         return upright(pixels, orientation(image))
+    if hasattr(image, "detach"):  # a tensor; NumPy has neither gradients nor bfloat16
+        image = image.detach()
+        image = image.double() if image.is_floating_point() else image
     array = np.asarray(image)
     if array.dtype.kind not in "biuf":
         raise ValueError(f"a {type(image).__name__} is no image")

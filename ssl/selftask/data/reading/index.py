@@ -4,7 +4,7 @@ An index file has a short header, followed by a few arrays. Only the header is r
 opened: this takes less than a millisecond for a million paths. The arrays take no private memory,
 because all processes share the pages of the file.
 
-If the file cannot be written, the same arrays stay in memory.
+If the file cannot be written, or the list is short, the same arrays stay in memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Index:
 
     @property
     def passed_over(self) -> dict[str, int]:
-        """Number of image-like files that are not read, by extension."""
+        """Number of unsupported images and archives that are not read, by extension."""
         counts: Counter[str] = Counter()
         for _, extension, number in self.header.get("passed_over", ()):
             counts[extension] += number
@@ -96,6 +96,8 @@ def cached(
     always: bool = False,
 ) -> Index:
     """Return the index in a file if its content is up to date; otherwise make it.
+
+    If another process is making a long index, wait for it.
 
     Args:
         file: File of the index.
@@ -128,7 +130,7 @@ def _load_current(file: Path, state: list[list[Any]]) -> Index | None:
 
 
 def load(file: Path) -> Index | None:
-    """Memory-map the index in a file; returns None if it is missing or unreadable."""
+    """Memory-map the index in a file; None if it is missing, damaged or of another version."""
     try:
         with open(file, "rb") as stream:
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -217,7 +219,7 @@ def settled(mtime_ns: int, read_ns: int) -> int:
     Clocks of file systems are coarse: a second change within the same tick has the same time.
 
     Args:
-        mtime_ns: Modification time of a file or folder.
-        read_ns: Current time just before it was read.
+        mtime_ns: Modification time of a file or folder, in nanoseconds.
+        read_ns: Current time just before ``mtime_ns`` was read, in nanoseconds.
     """
     return mtime_ns if read_ns - mtime_ns > _GRANULE_S * 1e9 else UNSURE

@@ -1,7 +1,7 @@
 """Text files with one path per line and optional labels; read once, then memory-mapped.
 
-A label follows the path after a tab. The file is read in pieces. Pieces without labels, blank lines
-or trailing spaces, which is most of them, are used unchanged, without a Python object per line.
+A label follows the path after a tab. The file is read in pieces. Most pieces have no labels, blank
+lines or trailing spaces. They are used unchanged, without a Python object per line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _NOT_PLAIN = re.compile(rb"\t|[ \r\x0b\x0c]\n|\n\n|^\n")
 def read_list(path: str) -> Index:
     """Return the paths and labels of a text file, from its index if the file has not changed.
 
-    ``header["first_line"]`` is the line number of the first path, counted from 1.
+    ``header["first_line"]`` is the line number of the first path, counted from 1; 0 if the file has
+    no path.
 
     Raises:
         UserError: If only some lines have a label, or the file cannot be read.

@@ -50,7 +50,10 @@ class PathTable:
         return os.fsdecode(folder + b"/" + name if folder else name)
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
-        """Pass all paths to ``add``, a hash's update method; equal tables give the same hash."""
+        """Pass all paths to ``add``, a hash's update method.
+
+        Tables with the same paths in the same folders give the same hash.
+        """
         names = np.array(self._names)
         names[self._offsets[1:] - 1] = 0  # equal tables may have different separators
         add(names.tobytes())
@@ -87,7 +90,10 @@ def join_bytes(words: Iterable[bytes], separator: bytes) -> bytes:
 
 
 def split_bytes(joined: np.ndarray, separator: bytes) -> np.ndarray:
-    """Return the start of each of N words, and the end of the last one, int64 (N + 1,)."""
+    """Return the start of each of N words, and the end of the last one, int64 (N + 1,).
+
+    ``joined``, uint8 (L,), has the one-byte ``separator`` after each word, as from ``join_bytes``.
+    """
     starts = range(0, len(joined), _PIECE)
     ends = [
         np.flatnonzero(joined[first : first + _PIECE] == separator[0]) + first + 1

@@ -29,7 +29,10 @@ def fixed_folder(pattern: str) -> str:
 
 
 def match_files(pattern: str) -> list[str]:
-    """Return the matching files, sorted; names without wildcards are returned unchecked."""
+    """Return the files that match a pattern, sorted.
+
+    Braces are expanded first. A path without wildcards is returned even if there is no such file.
+    """
     matches: set[str] = set()
     for expanded in expand_braces(pattern):
         if MAGIC.search(expanded):

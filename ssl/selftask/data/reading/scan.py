@@ -50,7 +50,12 @@ class Folder:
 def scan_folder(root: str, extensions: Sequence[str]) -> Index:
     """Return the images below ``root``, from its index if that is up to date.
 
-    Links to folders are followed, but each folder is listed once.
+    Links to folders are followed, but each folder is listed once. Hidden files and folders are
+    skipped. Top folders are the labels if there are at least two with images.
+
+    Args:
+        root: Top folder.
+        extensions: Extensions of image files, in lower case, such as ``.jpg``.
 
     Raises:
         UserError: If a folder cannot be read. Otherwise its images would be missing unnoticed.
@@ -78,15 +83,18 @@ def scan_folder(root: str, extensions: Sequence[str]) -> Index:
 def walk(
     root: str, endings: tuple[bytes, ...], earlier: Mapping[bytes, Folder] | None = None
 ) -> Iterator[list[Folder]]:
-    """Yield all real folders level by level, then those reached through symbolic links.
+    """Yield lists of folders: real ones level by level, then those behind symbolic links.
 
-    Within a level, folders are sorted by path. A folder that is reached by several paths is listed
+    Within a list, folders are sorted by path. A folder that is reached by several paths is listed
     under the first one; its other paths are yielded as aliases, without content.
 
     Args:
         root: Top folder.
         endings: Endings of image files, in lower case.
         earlier: Folders of an earlier scan by path; unchanged ones are not read again.
+
+    Raises:
+        UserError: If a folder cannot be read.
     """
     seen: set[tuple[int, int]] = set()
     frontier: list[tuple[bytes, int]] = [(b"", _REAL)]

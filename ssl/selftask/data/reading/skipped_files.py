@@ -1,4 +1,4 @@
-"""Files that are read as images, and image-like files that are not: HEIC, raw, archives."""
+"""Extensions of the files that are read as images, and of unsupported images and archives."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ARCHIVES = frozenset(
 
 
 def kind_of(name: str) -> str | None:
-    """Return the extension of an unsupported image or an archive, such as ``.heic``, or None.
+    """Return the extension of an unsupported image or an archive, such as ``.heic``.
 
-    None for supported images and for files that are no images, such as ``.txt``.
+    Return None for supported images and for all other files, such as ``.txt``.
     """
     start, extension = os.path.splitext(name.lower())
     if start.endswith(".tar"):

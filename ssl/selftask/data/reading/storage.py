@@ -8,9 +8,9 @@ import stat
 from collections import OrderedDict
 from typing import BinaryIO, NamedTuple
 
-from selftask.data.reading.files import BadImage, check_size, now_reading, with_retries
+from selftask.data.reading.files import check_size, now_reading, with_retries
 from selftask.data.reading.patterns import expand_braces, is_pattern, match_files, no_match
-from selftask.errors import UserError, nearest_path, reason_of
+from selftask.errors import BadImage, UserError, nearest_path, reason_of
 from selftask.files import addresses
 from selftask.files.addresses import is_remote
 from selftask.files.paths import exists
@@ -28,7 +28,10 @@ class FileStat(NamedTuple):
 
 
 def find_files(patterns: list[str], key: str) -> list[FileStat]:
-    """Return the files of all patterns, in the order of the patterns and sorted within each.
+    """Return the files of all patterns, in the order of the patterns.
+
+    The files of a local pattern are sorted. For an address, those of each alternative in braces are
+    sorted.
 
     Args:
         patterns: Paths, addresses or patterns of them.
@@ -47,7 +50,10 @@ def find_files(patterns: list[str], key: str) -> list[FileStat]:
 
 
 def open_file(path: str) -> BinaryIO:
-    """Open a local or remote file for reading and seeking; the caller must close it."""
+    """Open a local or remote file for reading and seeking; the caller must close it.
+
+    Raises OSError for a local file, and any error of the store for a remote one.
+    """
     return addresses.open_read(path) if is_remote(path) else open(path, "rb")
 
 

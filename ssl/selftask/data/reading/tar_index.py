@@ -140,7 +140,10 @@ def _is_image(extension: str, wanted: Wanted) -> bool:
 
 
 def _read_label(file: BinaryIO, member: Member, wanted: str, seen: set[str]) -> str | None:
-    """Return the label in a member: its text, or a field of its JSON; None if missing."""
+    """Return the label in a member: its text, or a field of its JSON.
+
+    None if the member is larger than MAX_LABEL or is not valid JSON, or if the field is missing.
+    """
     if member.size > MAX_LABEL:
         return None
     file.seek(member.offset)

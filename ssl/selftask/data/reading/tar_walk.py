@@ -26,7 +26,7 @@ class Member(NamedTuple):
 
 
 class Damaged(Exception):
-    """Raised at a damaged header; the members before it are valid."""
+    """Raised at a damaged header, at byte ``offset``; the members before it are valid."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -36,14 +36,14 @@ class Damaged(Exception):
 def walk(file: BinaryIO, path: str) -> Iterator[Member]:
     """Yield the regular files of a tar in order; supports ustar, GNU long names and pax.
 
-    A file that ends within the content of its last member is not an error.
+    A truncated file is not an error: the content of its last member may be incomplete.
 
     Args:
-        file: The tar, which can be seeked.
+        file: The tar, a seekable binary file.
         path: Its path, for messages.
 
     Raises:
-        UserError: If the file is compressed, so that it has no random access.
+        UserError: If the file is compressed, since members could then not be read alone.
         Damaged: If a header is damaged.
     """
     offset = 0
@@ -101,7 +101,10 @@ def _size(header: bytes, offset: int) -> int:
 
 
 def _number(text: str, base: int, offset: int) -> int:
-    """Parse a size. Reject signs, which ``int`` accepts: a negative size would loop forever."""
+    """Parse a size in bytes; raises Damaged.
+
+    Signs, which ``int`` accepts, are rejected: a negative size would loop forever.
+    """
     if not text.isascii() or not text.isdigit() or len(text) > 20:
         raise Damaged(offset)
     try:

@@ -25,7 +25,10 @@ _BATCHES, _PLACES, _IMAGES = 1, 2, 3  # random streams of one seed
 
 
 class _ByClass(Sampler):
-    """Base class of samplers whose slots per class are proportional to frequency ** power."""
+    """Base class of samplers whose slots per class are proportional to frequency ** power.
+
+    Creating one raises UserError if an image has no label.
+    """
 
     def __init__(self, config: Any, pool: Pool, *, power: float, num_samples: int | None) -> None:
         super().__init__(config, pool)
@@ -59,12 +62,12 @@ class _ByClass(Sampler):
         return self._by_class[self._firsts[classes] + chosen]
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return all slots of an epoch in shuffled order."""
+        """Return an order of the images in all slots of an epoch, shuffled."""
         order = epoch_order(self.pool.seed, epoch, self.num_samples)
         return FlatOrder(lambda positions: self.images(epoch, order.at(positions)))
 
     def _mix(self) -> str:
-        """Describe how many samples the rarest and the most frequent class have in an epoch."""
+        """Return the number of classes, and the fewest and most slots of a class in an epoch."""
         least, most = self._quotas.min(), self._quotas.max()
         spread = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         return f"{len(self._sizes)} classes of {spread}"
@@ -85,7 +88,7 @@ class Stratified(_ByClass):
 
         The batches are shuffled, and so are the slots within a batch. If the number of slots is not
         a multiple of the batch size, evenly spaced slots are omitted, so that all classes lose the
-        same share. The list is rotated, so that each epoch omits different slots.
+        same share. Counting starts at another slot in each epoch, so that others are omitted.
         """
         pool, total = self.pool, self.num_samples
         size, steps = pool.batch_size, total // pool.batch_size
@@ -147,8 +150,8 @@ class Balanced(_ByClass):
 class FewClasses(_ByClass):
     """Batches of a few classes with equally many images of each, for pair-based losses.
 
-    The classes take turns in shuffled order. A batch is sorted by class. No class is therefore
-    shared between ranks if the number of ranks divides ``classes_per_batch``.
+    The classes take turns in shuffled order. The samples of a class are adjacent in the batch. No
+    class is therefore shared between ranks if the number of ranks divides ``classes_per_batch``.
     """
 
     repeats = True
@@ -156,7 +159,8 @@ class FewClasses(_ByClass):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         classes_per_batch: int = setting(2, min=1)
-        """Number of classes in a global batch; must divide ``train.batch_size``."""
+        """Number of classes in a global batch; must divide ``train.batch_size`` and be at most the
+        number of classes."""
         samples: int | None = setting(None, min=1)
         """Number of samples per epoch; null: the number of images."""
 

@@ -30,7 +30,7 @@ class First(Sampler):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         count: int | None = None
-        """Number of images; null: one batch."""
+        """Number of images, at least ``train.batch_size``; null: one batch."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             batch_size = config["train"]["batch_size"]

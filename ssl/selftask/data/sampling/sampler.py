@@ -26,7 +26,7 @@ _REPEATS = 1 << 31  # with fewer repeats than this; together 63 bits
 
 @dataclass(frozen=True)
 class Pool:
-    """The images that a sampler draws from, and the batch size."""
+    """The images that a sampler draws from, the batch size, and the seed of the run."""
 
     num_images: int
     batch_size: int  # of all ranks together
@@ -63,7 +63,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch; this must take O(1) time for large data sets."""
+        """Return the order of an epoch; for large data sets, this must take O(1) time."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -71,7 +71,12 @@ class Sampler(ABC):
 
 
 def build_sampler(config: Config, source: Source) -> Sampler:
-    """Build the sampler of ``data.sampler``; raises UserError or ConfigError."""
+    """Build the sampler of ``data.sampler``.
+
+    Raises:
+        UserError: If the sampler does not suit the images.
+        ConfigError: If an epoch has no full batch.
+    """
     chosen = config.data.sampler
     registered = SAMPLERS[chosen.name]
     config_class = getattr(registered, "Config", None)
@@ -125,7 +130,7 @@ class BatchSampler:
     def _keys(
         self, epoch: int, positions: np.ndarray, indices: np.ndarray
     ) -> Iterator[list[tuple[int, int]]]:
-        """Yield the keys of batches of indices (K, B / W)."""
+        """Yield the keys of K batches, whose positions and indices are (K, B / W)."""
         repeats = positions + 1 if self.sampler.repeats else np.zeros_like(positions)
         epochs = epoch + repeats % _REPEATS * _EPOCHS  # each repeat has its own draws
         for batch_epochs, batch in zip(epochs.tolist(), indices.tolist(), strict=True):

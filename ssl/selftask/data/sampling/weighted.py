@@ -31,7 +31,7 @@ class Weighted(Sampler):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         weights: str
-        """File with one weight per image."""
+        """File with one weight per image: a .npy file, or a text with one number per line."""
         samples: int | None = setting(None, min=1)
         """Number of samples per epoch; null: the number of images."""
 

@@ -28,15 +28,17 @@ class ArrayFile(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """Path of the .npz or .npy file."""
+        """Path of the .npz or .npy file; may be remote."""
         images: str = "images"
         """Key of the images in a .npz file."""
         labels: str | None = "labels"
-        """Key of the labels in a .npz file; the default key may be missing. Null: no labels."""
+        """Key of the labels in a .npz file; the default key may be missing. Texts are numbered in
+        sorted order. Null: no labels."""
         channels: int = setting(3, min=1)
         """Number of channels of each image."""
         extras: list[str] = field(default_factory=list)
-        """Keys of a .npz file with extra data of each image: texts, images or numbers."""
+        """Keys of a .npz file with extra data of each image: texts, numbers, or images, which are
+        8-bit arrays (N, H, W, channels)."""
 
     def __init__(self, config: Config) -> None:
         self.file = str(fetch(config.path))
@@ -91,11 +93,11 @@ class ArrayFile(Source):
         return f"{len(self)} images of {shape}, {self.describe_labels()}"
 
     def files(self) -> list[str]:
-        """Return the files that can be staged; none for a .npz, which is in memory."""
+        """Return the file that ``data.stage_to`` can copy; none for a .npz, which is in memory."""
         return [self.file] if isinstance(self.images, np.memmap) else []
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from the staged copy from now on."""
+        """Read from the copy of the file, ``copy_of(path)``, from now on."""
         if isinstance(self.images, np.memmap):
             self.images = np.load(copy_of(self.file), mmap_mode="r")
 
@@ -138,11 +140,13 @@ def _unpack(file: Any, key: str, path: str) -> np.ndarray:
 
 
 def check_shape(shape: tuple[int, ...], channels: int, file: str) -> None:
-    """Raise UserError if an array of this shape is not an image with this number of channels.
+    """Raise UserError if ``from_array`` cannot convert an array of this shape to an image.
+
+    With three channels, gray and RGBA shapes are accepted, too.
 
     Args:
         shape: Shape of an image in the file.
-        channels: Expected number of channels, ``data.channels``.
+        channels: Number of channels of the image, ``data.channels``.
         file: Path of the file, for the message.
     """
     with explained(f"data.channels={channels}: {file}", ValueError):
@@ -152,10 +156,11 @@ def check_shape(shape: tuple[int, ...], channels: int, file: str) -> None:
 def label_numbers(labels: np.ndarray, file: str) -> tuple[np.ndarray, list[str] | None]:
     """Return the class numbers of labels, int64 (N,), and the class names by number.
 
-    Whole numbers are kept, and their names are None; texts are numbered by ``number_labels``.
+    Whole numbers and booleans are kept, and their names are None. Texts are numbered by
+    ``number_labels``.
 
     Args:
-        labels: Whole numbers or texts (bytes are UTF-8), (N,).
+        labels: Whole numbers of any dtype, or texts (bytes are UTF-8), (N,).
         file: Path of the file, for the message.
 
     Raises:

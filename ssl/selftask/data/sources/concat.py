@@ -12,9 +12,8 @@ from selftask.config.fields import setting
 from selftask.config.schema import Component
 from selftask.data.open_source import open_source
 from selftask.data.reading.class_numbers import NO_LABEL
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Delegating, Source, channels_of, extras_of
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.registry import register_source
 
 
@@ -102,7 +101,10 @@ class Concat(Delegating):
             source.hash_names(add)
 
     def describe(self) -> str:
-        """Return a line such as ``3000 images of 2 sources, 10 classes: ...``."""
+        """Return a line such as ``3000 images of 2 sources, 10 classes: ...``.
+
+        The sources' own lines follow.
+        """
         parts = "; ".join(source.describe() for source in self.sources)
         number = f"{len(self)} images of {len(self.sources)} sources"
         return f"{number}, {self.describe_labels()}: {parts}"

@@ -13,10 +13,10 @@ from selftask.config.extensions.imports import import_object
 from selftask.config.extensions.user_code import explain_failure
 from selftask.config.fields import setting
 from selftask.data.reading.class_numbers import NO_LABEL
-from selftask.data.reading.files import BadImage, now_reading
+from selftask.data.reading.files import now_reading
 from selftask.data.reading.image import as_pixels, reason_of
 from selftask.data.source import ExtraKind, Source
-from selftask.errors import UserError, check_known, explained
+from selftask.errors import BadImage, UserError, check_known, explained
 from selftask.files.paths import is_folder
 from selftask.registry import register_source
 
@@ -35,6 +35,10 @@ class DatasetSource(Source):
         dataset: The data set.
         name: Its name, for messages and the names of images.
         channels: Number of channels of each image.
+
+    Raises:
+        UserError: If the data set is not map-style or has no items, or an entry of its ``extras``
+            is not a kind of field.
     """
 
     def __init__(self, dataset: Any, name: str, channels: int = 3) -> None:
@@ -108,7 +112,10 @@ class DatasetSource(Source):
         return f"{self.name}[{index}]"
 
     def describe(self) -> str:
-        """Return a line such as ``50000 images, 10 classes (torchvision:CIFAR10)``."""
+        """Return a line such as ``50000 images, 10 classes (torchvision:CIFAR10)``.
+
+        Instead of the number of classes, it has ``labels not known`` if images must be read first.
+        """
         classes = f"{self.num_classes} classes" if self.num_classes else "labels not known"
         return f"{len(self)} images, {classes} ({self.name})"
 
@@ -124,9 +131,10 @@ class Torchvision(DatasetSource):
         root: str = "data"
         """Folder that holds the downloaded data set."""
         split: str = "train"
-        """Split to read: train; val or test if the class has them."""
+        """Split to read, if the class has splits: train, val, test, ... A class that only
+        distinguishes training images (``train=True``) reads the others for any name but train."""
         args: dict[str, Any] = field(default_factory=dict)
-        """Other keyword arguments of the class."""
+        """Other keyword arguments of the class; ``download`` is always false."""
 
     def __init__(self, config: Config) -> None:
         root = os.path.expanduser(config.root)
@@ -193,7 +201,10 @@ def _open_torchvision(config: Torchvision.Config, root: str) -> Any:
 
 
 def _known_labels(dataset: Any) -> np.ndarray | None:
-    """Return the labels in ``targets`` or ``labels`` of a data set; None if not integers."""
+    """Return the labels in ``targets`` or ``labels`` of a data set, int64 (N,).
+
+    None if neither holds an integer or bool for each item.
+    """
     for name in ("targets", "labels"):
         values = getattr(dataset, name, None)
         if values is None or callable(values):
@@ -205,7 +216,7 @@ def _known_labels(dataset: Any) -> np.ndarray | None:
 
 
 def _as_label(label: Any) -> int:
-    """Convert an integer or bool of any type to int; others, such as boxes or captions, to -1."""
+    """Convert an integer or bool, or an array with one, to int; others, such as boxes, to -1."""
     array = np.asarray(label) if not isinstance(label, str | dict | list | tuple) else None
     if array is None or array.size != 1 or array.dtype.kind not in _WHOLE:
         return NO_LABEL

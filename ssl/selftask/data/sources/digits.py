@@ -39,7 +39,7 @@ class Digits(Source):
         split: Literal["train", "val"] = "train"
         """``train`` is the first 1347 digits, ``val`` the last 450, by different writers."""
         size: int = setting(32, min=1, max=4096)
-        """Height and width, in pixels; the 8x8 images are enlarged by bicubic interpolation."""
+        """Height and width, in pixels; the 8x8 images are resized by bicubic interpolation."""
         captions: bool = False
         """Whether samples have captions such as "a handwritten three"."""
         numbers: bool = False

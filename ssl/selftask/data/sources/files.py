@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from selftask.data.reading.class_numbers import label_top_folders, name_top_folders
-from selftask.data.reading.files import BadImage, read_bytes, read_sample
+from selftask.data.reading.files import read_bytes, read_sample
 from selftask.data.reading.image import check_header, decode_image
 from selftask.data.reading.index import Index
 from selftask.data.reading.path_list import read_list
@@ -20,7 +20,7 @@ from selftask.data.reading.path_table import PathTable
 from selftask.data.reading.scan import scan_folder
 from selftask.data.reading.skipped_files import ARCHIVES, EXTENSIONS, describe, kind_of
 from selftask.data.source import Source
-from selftask.errors import UserError, nearest_path, plural
+from selftask.errors import BadImage, UserError, nearest_path, plural
 from selftask.files import addresses
 from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import exists, expand_user, is_file, is_folder
@@ -51,14 +51,14 @@ class FileSource(Source):
         return self.cut(index, self.image(self.path(index))), self.label_of(index)
 
     def image(self, path: str) -> np.ndarray:
-        """Read an image, uint8 (H, W, C), from its copy if there is one; raises BadImage."""
+        """Read a whole file as uint8 (H, W, C), its copy if there is one; raises BadImage."""
         if self._copy_of is not None:
             with suppress(BadImage):  # not copied, or removed since
                 return self.decode(read_bytes(self._copy_of(path)), path)
         return self.decode(read_bytes(path), path)
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read ``copy_of(path)`` instead of each file from now on."""
+        """Read ``copy_of(path)`` instead of each file from now on, if the copy is readable."""
         self._copy_of = copy_of
 
     def decode(self, data: bytes, path: str) -> np.ndarray:
@@ -85,8 +85,8 @@ class FileSource(Source):
     def describe(self) -> str:
         """Return a line such as ``1108 images, 20 folders, 0 unreadable``.
 
-        Files are unreadable if their header cannot be read. Other damage is found and reported when
-        a file is decoded. If headers are not checked (see ``unreadable``), the line says so.
+        Files are unreadable if their header cannot be read. Other damage is found when a file is
+        decoded. If headers are not checked (see ``unreadable``), the line says so.
         """
         images, folders = plural("image", len(self)), plural("folder", self.num_folders)
         text = f"{len(self)} {images}, {self.num_folders} {folders}"
@@ -100,7 +100,7 @@ class FileSource(Source):
         return len(self) <= MAX_HEADERS and not is_remote(self.path(0))
 
     def unreadable(self) -> dict[int, BadImage]:
-        """Return the files whose header cannot be read; the result is cached.
+        """Return an error for each file whose header cannot be read, by index; it is cached.
 
         Remote files are not checked, and no file if there are more than MAX_HEADERS.
         """
@@ -116,7 +116,10 @@ class FileSource(Source):
 
 
 class LabeledByFolder(FileSource):
-    """Base class of sources whose classes are the top folders below ``root``."""
+    """Base class of sources whose classes are the top folders below ``root``.
+
+    There are no labels if there are fewer than two such folders.
+    """
 
     def _take_names(self, names: list[str], *, labels: bool) -> None:
         self.paths = PathTable.of(names)

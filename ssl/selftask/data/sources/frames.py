@@ -33,14 +33,15 @@ class Frames(FileSource):
         """Use the first frame of each clip and every n-th frame after it."""
         next: int | None = setting(None, min=1)
         """Add an image ``next`` to each sample: the frame that comes this many used frames later.
-        Frames without a later frame are omitted. Null: no image ``next``.
+        Frames without such a frame in their clip are omitted. Null: no image ``next``.
         """
         clip: int | None = setting(None, min=2)
         """Number of used frames in a sample: adds the images ``frame_1``, ``frame_2``, ... that
         follow the main one. Frames without enough later frames are omitted. Null: one frame.
         """
         labels: Literal["clip", "folder"] | None = None
-        """Label of a frame: the number of its clip or of its top folder; null: no labels."""
+        """Label of a frame: the number of its clip, or of its top folder if there are several;
+        null: no labels."""
 
     def __init__(self, config: Config) -> None:
         folder = Folder(Folder.Config(path=config.path, labels=False))
@@ -73,7 +74,7 @@ class Frames(FileSource):
     hash_names = Source.hash_names  # of the used frames only
 
     def extra(self, index: int, name: str) -> np.ndarray:
-        """Return a later frame of the clip, uint8 (H, W, C)."""
+        """Return a later frame of the clip, uint8 (H, W, C); raises BadImage."""
         return self.image(self.extra_path(index, name))
 
     def path(self, index: int) -> str:
@@ -83,7 +84,10 @@ class Frames(FileSource):
         return self.path_of_row(int(self.later_rows[name][index]))
 
     def describe(self) -> str:
-        """Return a line such as ``12000 frames of 40 clips, 1 in 5 of 60000, no labels``."""
+        """Return a line such as ``12000 frames of 40 clips, 1 in 5 of 60000, no labels``.
+
+        ``1 in 5 of 60000`` (images in the folder) is left out if ``every`` is 1.
+        """
         taken = "" if self.every == 1 else f", 1 in {self.every} of {len(self.paths)}"
         others = self.passed_over()
         more = f"; {describe(others)}" if others else ""

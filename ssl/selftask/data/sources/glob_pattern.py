@@ -16,14 +16,14 @@ from selftask.registry import register_source
 
 @register_source("glob")
 class Glob(LabeledByFolder):
-    """Image files that match a pattern; folders at its first wildcard are used as labels."""
+    """Image files that match a pattern; folders at its first wildcard are labels, if several."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         pattern: str
         """Pattern such as ``/data/**/*.jpg``; ``**`` matches folders at any depth."""
         labels: bool = True
-        """Whether folders at the first wildcard are used as labels."""
+        """Whether folders at the first wildcard are used as labels, if there are several."""
 
     def __init__(self, config: Config) -> None:
         pattern = os.path.expanduser(config.pattern)
@@ -41,7 +41,7 @@ class Glob(LabeledByFolder):
 
 
 def _images(pattern: str, matches: list[str]) -> list[str]:
-    """Return the images among the matches; all files if the pattern has an extension."""
+    """Return the images among the matches; all files if the pattern names an extension."""
     names_extension = not MAGIC.search(os.path.splitext(pattern)[1] or "*")
     if names_extension:
         return [path for path in matches if not os.path.isdir(path)]

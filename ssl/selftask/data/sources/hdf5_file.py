@@ -13,14 +13,14 @@ import numpy as np
 
 from selftask.config.fields import setting
 from selftask.data.reading.class_numbers import number_labels, refuse_misspelled
-from selftask.data.reading.files import BadImage, now_reading
+from selftask.data.reading.files import now_reading
 from selftask.data.reading.guards import check_memory
 from selftask.data.reading.handles import PerProcess
 from selftask.data.reading.image import decode, image_of
 from selftask.data.reading.storage import find_files
 from selftask.data.source import Source
 from selftask.data.sources.arrays import check_shape, label_numbers
-from selftask.errors import UserError, explained, nearest, require
+from selftask.errors import BadImage, UserError, explained, nearest, require
 from selftask.files.addresses import fetch
 from selftask.registry import register_source
 
@@ -35,14 +35,14 @@ class Hdf5(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """Path of the HDF5 file."""
+        """Path of the HDF5 file; may be remote."""
         images: str = "images"
         """Key of the data set of images, such as ``group/name``."""
         labels: str | None = "labels"
         """Key of the labels; the default key may be missing. Texts are numbered in sorted
         order. Null: no labels."""
         labels_path: str | None = None
-        """Path of the file with the labels; null: the file of the images."""
+        """Path of the HDF5 file with the labels; may be remote. Null: the file of the images."""
         channels: int = setting(3, min=1)
         """Number of channels of each image."""
 
@@ -128,11 +128,11 @@ class Hdf5(Source):
         return f"{len(self)} images{shape}, {self.describe_labels()}"
 
     def files(self) -> list[str]:
-        """Return the files that can be staged."""
+        """Return the file of the images, which ``data.stage_to`` can copy."""
         return [self.file]
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from the staged copies from now on."""
+        """Read from the copy of the file, ``copy_of(path)``, from now on."""
         self._opened = PerProcess(partial(_open_images, copy_of(self.file), self.key))
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from selftask.data.reading.class_numbers import number_labels
-from selftask.data.reading.files import BadImage, now_reading
+from selftask.data.reading.files import now_reading
 from selftask.data.reading.handles import PerProcess
 from selftask.data.reading.image import decode, image_of, read_image
 from selftask.data.source import Source
-from selftask.errors import UserError, check_known, explained, nearest, require
+from selftask.errors import BadImage, UserError, check_known, explained, nearest, require
 from selftask.files.paths import is_file
 from selftask.registry import register_source
 
@@ -36,7 +36,8 @@ class HuggingFace(Source):
         images: str | None = None
         """Column of the images; null: the only column of type Image, or ``image``."""
         labels: str | None = None
-        """Column of the labels; null: ``label`` or ``labels`` if it exists."""
+        """Column of the labels: whole numbers, true and false, or texts, which are numbered in
+        sorted order; null: ``label`` or ``labels`` if it holds these."""
         caption: str | None = None
         """Column of the captions; null: no captions."""
 
@@ -69,7 +70,7 @@ class HuggingFace(Source):
         return self._image(self._opened()[index][self.column], name), self.label_of(index)
 
     def extra(self, index: int, name: str) -> str:
-        """Return the caption, or an empty string if the row has none."""
+        """Return the caption of a row; an empty string if it has none."""
         return self._opened_texts()[index][self.caption] or ""
 
     def _image(self, item: Any, name: str) -> np.ndarray:
@@ -95,11 +96,11 @@ class HuggingFace(Source):
         return f"{self.size} images, {self.describe_labels()}"
 
     def files(self) -> list[str]:
-        """Return the files of the split, which can be staged."""
+        """Return the files of the split, which ``data.stage_to`` can copy."""
         return [str(path) for path in sorted(Path(self.folder).iterdir()) if path.is_file()]
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from the staged copies from now on."""
+        """Read from the copy of the folder, ``copy_of(folder)``, from now on."""
         self._opened_texts = PerProcess(partial(_open_texts, copy_of(self.folder), self.caption))
         self._opened = PerProcess(partial(_open, copy_of(self.folder), self.column))
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from selftask.config.fields import setting
 from selftask.data.reading.class_numbers import number_labels
-from selftask.data.reading.files import BadImage, now_reading
+from selftask.data.reading.files import now_reading
 from selftask.data.reading.image import decode, image_of
 from selftask.data.reading.path_table import PathTable
 from selftask.data.source import Source
-from selftask.errors import UserError, explained, nearest_path, require
+from selftask.errors import BadImage, UserError, explained, nearest_path, require
 from selftask.files.paths import is_file, is_folder
 from selftask.registry import register_source
 
@@ -32,9 +32,10 @@ class Lmdb(Source):
         path: str
         """Folder with data.mdb, or the path of this file."""
         shape: list[int] | None = setting(None, min=1)
-        """Shape [H, W, C] of raw uint8 pixels; null: images are encoded."""
+        """Shape [H, W, C] of raw uint8 pixels; null: images are encoded, or .npy arrays."""
         labels: bool = True
-        """Whether to use the entry ``KEY.cls`` as the label of ``KEY.jpg``."""
+        """Whether to use the entry ``KEY.cls`` as the label of the image ``KEY`` or ``KEY.jpg``,
+        with any extension."""
 
     def __init__(self, config: Config) -> None:
         require("lmdb", "data", "LMDB files")
@@ -79,11 +80,11 @@ class Lmdb(Source):
         return f"{len(self)} images, {self.describe_labels()}"
 
     def files(self) -> list[str]:
-        """Return the files that can be staged."""
+        """Return the file that ``data.stage_to`` can copy."""
         return [f"{self._real}/data.mdb" if os.path.isdir(self._real) else self._real]
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from the staged copies from now on."""
+        """Read from the copy of the file, ``copy_of(path)``, from now on."""
         self._real = os.path.realpath(copy_of(self._real))
 
 

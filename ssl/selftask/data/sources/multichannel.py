@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.reading.files import POLICY, BadImage, read_bytes
+from selftask.data.reading.files import POLICY, read_bytes
 from selftask.data.reading.patterns import fixed_folder, is_pattern, match_files
 from selftask.data.source import Source
 from selftask.data.sources.files import LabeledByFolder
-from selftask.errors import UserError, nearest, require
+from selftask.errors import BadImage, UserError, nearest, require
 from selftask.files.paths import is_folder
 from selftask.registry import register_source
 
@@ -33,7 +33,7 @@ class Bands(LabeledByFolder):
         bands: list[int] | None = setting(None, min=0)
         """Indices of the channels to read, from 0, in this order; null: all."""
         value_range: list[float] | None = None
-        """Values that are mapped to 0 and 255, [lowest, highest]; null: the values are 8-bit."""
+        """Values that are mapped to 0 and 255, [lowest, highest]; null: the files hold uint8."""
         key: str | None = None
         """Key of the array in a .npz file; null: its first array."""
         labels: bool = True

@@ -83,11 +83,11 @@ class WebDataset(Source):
         return self.index.passed_over
 
     def files(self) -> list[str]:
-        """Return the files that can be staged."""
+        """Return the tar files, which ``data.stage_to`` can copy."""
         return self.shards
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from the staged copies from now on."""
+        """Read from the copy of each file, ``copy_of(path)``, from now on."""
         self._read_from = [copy_of(path) for path in self.shards]
 
     def _describe_damage(self) -> str:
@@ -105,7 +105,7 @@ def _extension(images: str | None) -> str | None:
 def _label(labels: str | None) -> str | None:
     """Parse ``cls``, another extension, ``json.FIELD`` (also ``json[FIELD]``), or None.
 
-    Raises UserError if the field is missing.
+    Raises UserError for ``json`` without a field.
     """
     if labels is None:
         return None

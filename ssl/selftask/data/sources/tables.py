@@ -14,12 +14,11 @@ import numpy as np
 
 from selftask.data.reading import index as store
 from selftask.data.reading.class_numbers import number_labels, refuse_misspelled
-from selftask.data.reading.files import BadImage
 from selftask.data.reading.index import Index
 from selftask.data.reading.path_table import PathTable, arrays_of_paths
 from selftask.data.source import ExtraKind
 from selftask.data.sources.files import FileSource, folder_of, is_there
-from selftask.errors import UserError, check_known, explained, nearest_path, require
+from selftask.errors import BadImage, UserError, check_known, explained, nearest_path, require
 from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import is_file, is_folder
 from selftask.registry import register_source
@@ -38,7 +37,7 @@ class Table:
 
     paths: Sequence[str | None]
     labels: Sequence[Any] | None
-    extras: Mapping[str, Sequence[Any]]  # extra data of the samples, by name
+    extras: Mapping[str, Sequence[Any]]  # extra data and sides of the box, by name
     lines: Sequence[int] | None  # line of each row in the file; None if the file has no lines
 
 
@@ -52,12 +51,13 @@ class TableSource(FileSource):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """Path of the table: .csv, .tsv, .parquet, .json or .jsonl."""
+        """Path of the table: .csv, .tsv, .parquet, .json or .jsonl; may be remote."""
         column: str | None = None
-        """Column of the paths; null: ``path``, ``file``, ``image``, ..., or the only column."""
+        """Column of the paths; null: ``path``, ``file``, ``image``, ..., or the only column. The
+        columns of a csv or tsv file without a header are called 0, 1, ...; null is then 0."""
         label_column: str | None = "label"
-        """Column of the labels; the default column may be missing. Texts are numbered in sorted
-        order. Null: no labels."""
+        """Column of the labels; the default column may be missing. Without a header, the default
+        is column 1. Texts are numbered in sorted order. Null: no labels."""
         root: str | None = None
         """Folder that paths are relative to; null: the folder of the table."""
         delimiter: str | None = None
@@ -67,7 +67,7 @@ class TableSource(FileSource):
         images: dict[str, str] = field(default_factory=dict)
         """Extra images of each sample: name -> column of their paths."""
         numbers: list[str] = field(default_factory=list)
-        """Columns of numbers, each of which is added to the samples."""
+        """Columns of numbers, each of which is added to the samples under its name."""
         box: list[str] = field(default_factory=list)
         """Columns of the rectangle to cut out: left, top, right, bottom, in pixels; right and
         bottom are exclusive. Empty: the whole image."""
@@ -95,7 +95,8 @@ class TableSource(FileSource):
     def cut(self, index: int, image: np.ndarray) -> np.ndarray:
         """Return the part (H', W', C) of the row's rectangle that is in the image (H, W, C).
 
-        Coordinates are rounded to whole pixels, as by Pillow's crop.
+        Coordinates are rounded to whole pixels, as by Pillow's crop. Without ``box``, the whole
+        image is returned.
 
         Raises:
             BadImage: If no pixel of the rectangle is in the image.
@@ -215,7 +216,7 @@ def _numbers(
 
 
 def _check_boxes(sides: Sequence[np.ndarray], table: Table, file: Path) -> None:
-    """Raise UserError for the first rectangle that has no pixel."""
+    """Raise UserError for the first rectangle with a side below 1 pixel or an infinite one."""
     left, top, right, bottom = sides
     fine = (right >= left + 1) & (bottom >= top + 1) & np.isfinite(right + bottom)
     if not fine.all():
@@ -323,6 +324,7 @@ def _has_header(first: list[str], config: TableSource.Config, root: str) -> bool
     """Return whether the first row has column names.
 
     Without ``config.column``, it has none if its first cell is the path of an existing file.
+    Otherwise it has none if ``config.column`` is a number that is not in the row.
     """
     if config.column is not None and config.column not in first:
         return not config.column.isdecimal()  # a number is a column of a table without header

@@ -2,7 +2,7 @@
 
 The copy of ``/data/x/1.jpg`` below ``/scratch`` is ``/scratch/data/x/1.jpg``. A copy is up to date
 if it has the size and the modification time of the original. ``.checksums`` has one line per copied
-file: crc32, size, path.
+file: crc32 (hexadecimal), size in bytes, path.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def folder_for(stage_to: str) -> Path:
     """Create and return the folder of ``data.stage_to``; for ``ram`` it is in shared memory.
 
     Raises:
-        UserError: If the folder cannot be created.
+        UserError: If the folder cannot be created, or the machine has no shared memory.
     """
     if stage_to == "ram":
         if not RAM.is_dir():
@@ -60,7 +60,7 @@ def copy_path(folder: Path, path: str) -> str:
 
 
 def copy_files(files: list[FileStat], folder: Path) -> None:
-    """Copy missing or outdated files to ``folder``; other processes of this machine wait.
+    """Copy missing or outdated files to ``folder``, one process of a machine at a time.
 
     Raises:
         UserError: If there is too little space, or a file cannot be copied.

@@ -35,7 +35,7 @@ def copied(source: Source, stage_to: str) -> Source:
     If each image is a file and ``source`` is a subset, only the images of the subset are copied.
 
     Args:
-        source: Source, which is modified in place.
+        source: Source; it, or the innermost source that it wraps, is modified in place.
         stage_to: Value of ``data.stage_to``: a folder, or ``ram``.
 
     Raises:

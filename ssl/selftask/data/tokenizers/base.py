@@ -15,14 +15,14 @@ PADDING = 0  # id after the last token
 class Tokenizer(ABC):
     """Base class of tokenizers, which convert a text to ``length`` ids, the same in every process.
 
-    The fields of a ``Config`` dataclass are the keys of ``data.tokenizer``; ``__init__(config)``
-    raises UserError for errors that the user must fix.
+    The fields of the nested dataclass ``Config`` are the keys of ``data.tokenizer``.
+    ``__init__(config)`` raises UserError for errors that the user must fix.
     """
 
     length: int
     """Number of ids per text: longer texts are truncated, shorter ones padded."""
     vocab_size: int
-    """Number of different ids, including 0 for padding."""
+    """Number of different ids, including 0 for padding; all ids must be below it."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

@@ -19,7 +19,8 @@ class Bytes(Tokenizer):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         length: int = setting(77, min=3)
-        """Number of tokens of a text, including start and end; longer texts are truncated."""
+        """Number of tokens of a text, including start and end; longer texts are truncated before
+        the end token."""
         lower: bool = True
         """Whether texts are converted to lower case, as in CLIP."""
 
@@ -30,7 +31,10 @@ class Bytes(Tokenizer):
         self.lower = config.lower
 
     def encode(self, text: str) -> list[int]:
-        """Return start token, bytes and end token; runs of white space become one space."""
+        """Return start token, bytes and end token.
+
+        Runs of white space become one space, and white space at both ends is removed.
+        """
         clean = " ".join((text.lower() if self.lower else text).split())
         content = clean.encode("utf-8", "surrogateescape")[: self.length - 2]
         return [START, *(byte + 1 for byte in content), END]

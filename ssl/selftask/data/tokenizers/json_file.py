@@ -23,7 +23,7 @@ class TokenizerFile(Tokenizer):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """The tokenizer.json file."""
+        """Path of the ``tokenizer.json`` file."""
         length: int = setting(77, min=3)
         """Number of tokens of a text, including start and end; longer texts are truncated."""
 

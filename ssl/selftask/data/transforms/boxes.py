@@ -19,7 +19,9 @@ Attempt = Callable[..., Any]
 
 
 def first_fit(rng: np.random.Generator, height: int, width: int, attempt: Attempt) -> Any:
-    """Return the first random box that fits into an image; None after ``TRIES`` attempts.
+    """Return the first random box (left, top, right, bottom) that fits into an image.
+
+    None if none of ``TRIES`` boxes fits.
 
     Args:
         rng: Generator of the draws.
@@ -53,7 +55,7 @@ def random_box(
         xp: Math functions: ``SCALARS`` for numbers, NumPy for arrays.
 
     Returns:
-        Left, top, width and height.
+        Left, top, width and height, in whole pixels.
     """
     of_area, of_ratio, of_left, of_top = uniforms
     low, high = math.log(ratio[0]), math.log(ratio[1])

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from selftask.config.extensions.user_code import source_of
 from selftask.config.schema import Component
-from selftask.data.transforms.own import check_own
+from selftask.data.transforms.own import check_class, check_own
 from selftask.errors import UserError, plural
 from selftask.registry import TRANSFORMS
 
@@ -70,11 +69,10 @@ def list_problems(transforms: Iterable[Component], key: str, channels: int) -> I
     """
     for position, component in enumerate(transforms):
         kind = TRANSFORMS[component.name]
-        if not isinstance(kind, type):
-            yield (
-                f"{key}.{position}: {source_of(kind)}: the transform {component.name} is a "
-                "function; register a dataclass with __call__(self, image, rng)"
-            )
+        try:
+            check_class(kind, component.name, component.args)
+        except UserError as error:
+            yield f"{key}.{position}: {error}"
             continue
         try:
             transform = kind(**component.args)

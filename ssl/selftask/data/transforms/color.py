@@ -89,7 +89,10 @@ class ColorJitter(UniformTransform):
         return [(low, 1.0 + one - low) for low, one in zip(lows, strengths, strict=True)]
 
     def numbers(self, params: Jitter | None) -> Sequence[float]:
-        """Return the factors of brightness, contrast and saturation, and the hue shift."""
+        """Return the factors of brightness, contrast and saturation, and the hue shift.
+
+        The shift is a fraction of the color circle. If the image is unchanged: 1, 1, 1, 0.
+        """
         return (1.0, 1.0, 1.0, 0.0) if params is None else params[:4]
 
     def apply(self, image: np.ndarray, params: Jitter) -> np.ndarray:
@@ -132,9 +135,9 @@ class Grayscale(RandomlyApplied):
 class GaussianBlur(UniformTransform):
     """Blur with a Gaussian of random sigma, with probability p.
 
-    The kernel size is computed from sigma, as in Pillow's filter, which the code of MoCo and DINO
-    uses; Pillow approximates the Gaussian by box filters. BYOL's code has a kernel of a tenth of
-    the image's height, for every sigma.
+    The kernel size is computed from sigma, as by Pillow's filter, which the code of MoCo and DINO
+    uses. Pillow approximates the Gaussian by box filters; this transform does not. BYOL's code has
+    a kernel of a tenth of the image's height for every sigma.
     """
 
     num_uniforms: ClassVar[int] = 2
@@ -170,7 +173,7 @@ class Solarize(RandomlyApplied):
     p: float = setting(0.2, min=0, max=1)
     """Probability that the transform is applied."""
     threshold: int = setting(128, min=0, max=256)
-    """Lowest value that is inverted, 0 to 256."""
+    """Lowest value that is inverted; 256 inverts none."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return solarize(image, self.threshold)
@@ -229,7 +232,7 @@ class ContrastNoise(UniformTransform):
 
 
 def adjust_brightness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Multiply all values of an image, uint8 (H, W, C), by a factor."""
+    """Multiply all values of an image, uint8 (H, W, C), by a factor; rounded and clipped."""
     if image.shape[2] != RGB:
         return _by_table(image, factor, 0.0)
     return _transformed(image, _matrix(factor))

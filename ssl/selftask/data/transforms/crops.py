@@ -68,7 +68,10 @@ class RandomResizedCrop(Transform):
         return (right - left) / self.size, 0.0, left, 0.0, (bottom - top) / self.size, top
 
     def numbers(self, params: Box | None) -> Sequence[float]:
-        """Return left, top, right and bottom of the crop, in pixels of the input image."""
+        """Return left, top, right and bottom of the crop, in pixels of the input image.
+
+        NaN if the image is not cropped.
+        """
         return params or (math.nan,) * 4
 
     def program(self, params: Box) -> Sequence[float] | None:
@@ -109,7 +112,10 @@ class Resize(Transform):
     def draw(
         self, rng: np.random.Generator, height: int, width: int
     ) -> tuple[int, int, int, int] | None:
-        """Return old height and width, then new height and width; None if they are equal."""
+        """Return old height and width, then new height and width, in pixels.
+
+        None if the shorter side has the right length already.
+        """
         if min(height, width) == self.size:
             return None
         if width <= height:
@@ -157,7 +163,10 @@ class CenterCrop(Deterministic):
 @register_transform("random_crop")
 @dataclass(frozen=True, kw_only=True)
 class RandomCrop(UniformTransform):
-    """Crop a square at a random position, after padding all sides with black."""
+    """Crop a square at a random position, after padding all sides with black.
+
+    Images that are still smaller than the square are padded to its size.
+    """
 
     num_uniforms: ClassVar[int] = 2
 
@@ -191,7 +200,7 @@ class RandomCrop(UniformTransform):
         return 1.0, 0.0, left, 0.0, 1.0, top
 
     def numbers(self, params: tuple[int, int] | None) -> Sequence[float]:
-        """Return left and top of the crop, in pixels of the padded image."""
+        """Return left and top of the crop, in pixels of the padded image; NaN if not cropped."""
         return params or (math.nan,) * 2
 
 

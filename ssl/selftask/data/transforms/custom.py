@@ -27,8 +27,9 @@ from selftask.registry import register_transform
 class Custom(Transform):
     """Apply a class or function for Pillow images: from AugLy, torchvision or your own code.
 
-    If it takes two arguments, ``(image, rng)``, it gets a uint8 array (H, W, C) and a NumPy
-    generator. The global generators of Python, NumPy and torch are seeded before each call and
+    It gets a Pillow image. If its second argument is called ``rng``, it gets a read-only array,
+    uint8 (H, W, C), and a NumPy generator instead. It returns a Pillow image or such an array. The
+    global generators of Python, NumPy and torch (on the CPU) are seeded before each call and
     restored after it. The draws therefore depend only on (seed, epoch, image, view), as for other
     transforms.
     """
@@ -50,7 +51,8 @@ class Custom(Transform):
         """Instance of the class, or the function with ``args`` bound.
 
         Raises:
-            UserError: If there is no such object, or the class does not accept the arguments.
+            UserError: If there is no such object, or the class does not accept the arguments. The
+                arguments of a function are not checked.
         """
         target = import_object(self.transform, "transform")
         if not isinstance(target, type):
@@ -62,7 +64,7 @@ class Custom(Transform):
 
     @cached_property
     def takes_array(self) -> bool:
-        """Whether the callable is called with an array and a generator, ``(image, rng)``."""
+        """Whether the callable gets an array and a generator: its second argument is ``rng``."""
         try:
             names = [*inspect.signature(self.callable).parameters]
         except (TypeError, ValueError):  # of C code, which has no signature

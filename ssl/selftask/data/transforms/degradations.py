@@ -24,12 +24,12 @@ class MotionBlur(Transform):
     length: tuple[float, float] = setting((3.0, 15.0), min=1, rising=True)
     """Range of the length of the line, in pixels."""
     degrees: float = setting(45.0, min=0, max=90)
-    """Largest angle of the line with the horizontal, in either direction."""
+    """Largest angle of the line with the horizontal in either direction, in degrees."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """Return the kernel, float64 (K, K), or None."""
+        """Return the kernel, float64 (K, K), or None for no blur."""
         chance, length, angle = rng.random(3).tolist()
         if chance >= self.p:
             return None
@@ -87,12 +87,12 @@ class JPEG(Transform):
 
 
 def line_kernel(length: int, angle: float) -> np.ndarray:
-    """Return the kernel (K, K) of the mean over ``length`` points of a centered line.
+    """Return the kernel, float64 (K, K), of the mean over ``length`` points of a centered line.
 
     Points are one pixel apart, and each is interpolated bilinearly.
 
     Args:
-        length: Number of points.
+        length: Number of points, at least 1.
         angle: Angle of the line with the horizontal, in radians.
     """
     steps = np.arange(length) - (length - 1) / 2

@@ -65,7 +65,7 @@ class Rotation(RandomMatrix):
     """Largest angle in either direction, in degrees."""
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """Return True, and the matrix from output to input coordinates.
+        """Return True, and the matrix (2x3, row by row) from output to input coordinates.
 
         Positive angles are counterclockwise.
         """
@@ -73,7 +73,7 @@ class Rotation(RandomMatrix):
         return True, inverse_affine((width, height), -angle, 1.0, (0.0, 0.0), xp)
 
     def numbers(self, params: Matrix | None) -> Sequence[float]:
-        """Return the angle in degrees, counterclockwise."""
+        """Return the counterclockwise angle in degrees, from -180 to 180."""
         return (math.degrees(math.atan2(-params[1], params[0])) if params else 0.0,)
 
 
@@ -95,7 +95,7 @@ class RandomAffine(RandomMatrix):
     """Largest translation in either direction, as a fraction of the width and of the height."""
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """Return True, and the matrix from output to input coordinates."""
+        """Return True, and the matrix (2x3, row by row) from output to input coordinates."""
         angle, scale, right, down = uniforms
         return True, inverse_affine(
             (width, height),

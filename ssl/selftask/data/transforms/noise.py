@@ -22,7 +22,10 @@ _NORMAL /= _NORMAL.std()
 
 
 class Hole(NamedTuple):
-    """Rectangle in pixels and its fill: one color, or a color for each pixel."""
+    """Rectangle in pixels (right and bottom are exclusive) and its fill, ``values``.
+
+    The fill is uint8: a gray level, a color (C,), or a color for each pixel (H, W, C).
+    """
 
     left: int
     top: int
@@ -49,9 +52,9 @@ class _WithHoles(Transform):
         Args:
             rng: Generator of the draws.
             left: Left side, in pixels.
-            top: Upper side.
-            right: Right side.
-            bottom: Lower side.
+            top: Upper side, in pixels.
+            right: Right side, in pixels, exclusive.
+            bottom: Lower side, in pixels, exclusive.
         """
         values: Any = self.fill
         if values == "noise":
@@ -68,7 +71,10 @@ class _WithHoles(Transform):
 @register_transform("random_erasing")
 @dataclass(frozen=True, kw_only=True)
 class RandomErasing(_WithHoles):
-    """Overwrite a random rectangle, with probability p (arXiv:1708.04896)."""
+    """Overwrite a random rectangle, with probability p (arXiv:1708.04896).
+
+    The image is also unchanged if none of 10 drawn rectangles fits into it.
+    """
 
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
@@ -84,7 +90,9 @@ class RandomErasing(_WithHoles):
         return None if box is None else [self.hole(rng, *box)]
 
     def attempt(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """Return whether a random box fits into the image, and the box; see ``boxes.Attempt``.
+        """Return whether a random box is smaller than the image, and the box.
+
+        It is an ``Attempt`` of ``boxes``.
 
         Args:
             uniforms: Four numbers in [0, 1), or as many arrays (N,).

@@ -56,7 +56,10 @@ class Normalize:
         return needs_number(subject, len(self.moments(channels)[0]), channels, instead)
 
     def moments(self, channels: int = 3) -> tuple[list[float], list[float]]:
-        """Return mean and standard deviation of each channel."""
+        """Return mean and standard deviation of each channel, on the scale [0, 1].
+
+        Only ``half`` adapts to ``channels``; all others have a fixed number of values.
+        """
         if self.mean is not None and self.std is not None:
             return self.mean, self.std
         if self.stats == "half":
@@ -65,7 +68,10 @@ class Normalize:
         return list(mean), list(std)
 
     def scale_and_shift(self, channels: int = 3) -> tuple[np.ndarray, np.ndarray]:
-        """Return factors and offsets for pixels in 0..255, float32 (C,) each."""
+        """Return factors and offsets, float32 (C,), that normalize pixels in 0..255.
+
+        A normalized pixel is ``pixel * factor + offset``.
+        """
         mean, std = self.moments(channels)
         center, width = np.array(mean, dtype=np.float64), np.array(std, dtype=np.float64)
         return (1 / (255 * width)).astype(np.float32), (-center / width).astype(np.float32)
@@ -74,7 +80,9 @@ class Normalize:
 def moments_of(
     transforms: Sequence[Mapping[str, Any]], channels: int
 ) -> tuple[list[float], list[float]] | None:
-    """Return mean and standard deviation of the last ``normalize``; None if there is none.
+    """Return mean and standard deviation of the last ``normalize``, on the scale [0, 1].
+
+    None if there is no ``normalize``.
 
     Args:
         transforms: Transforms with their arguments, as in a recipe.

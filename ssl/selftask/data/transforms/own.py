@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,34 @@ def is_own(kind: type) -> bool:
 
 
 def read_only(image: np.ndarray) -> np.ndarray:
-    """Return a read-only view: a user's change in place would last, in the data or a cache."""
+    """Return a read-only view of an image, since changes in place would last in data and caches."""
     view = image.view()
     view.flags.writeable = False
     return view
 
 
+def check_class(kind: Any, name: str, args: Mapping[str, Any]) -> None:
+    """Raise UserError if a registered transform is a function, or a class that cannot be built.
+
+    Args:
+        kind: The class or function.
+        name: Its registered name.
+        args: Its arguments in the config; empty for a class that is no dataclass.
+    """
+    if not isinstance(kind, type):
+        raise UserError(
+            f"{source_of(kind)}: the transform {name} is a function; register a dataclass with "
+            "__call__(self, image, rng)"
+        )
+    if not args:
+        check_takes(kind, [], f"the transform {name}, which is no dataclass,")
+
+
 def check_own(transform: Any) -> None:
-    """Raise UserError if a user's transform cannot be called with image and generator."""
+    """Raise UserError if a user's transform cannot be called with image and generator.
+
+    Transforms of selftask and subclasses of ``Transform`` are not checked.
+    """
     kind = type(transform)
     if not is_own(kind) or isinstance(transform, Transform):
         return
@@ -36,7 +57,9 @@ def check_own(transform: Any) -> None:
 
 
 def check_image(transform: Any, image: Any, channels: int) -> None:
-    """Raise UserError unless a user's transform has returned an 8-bit image (H, W, C).
+    """Raise UserError unless a user's transform has returned an 8-bit image (H, W, C) with pixels.
+
+    Results of selftask's own transforms are not checked.
 
     Args:
         transform: The transform.

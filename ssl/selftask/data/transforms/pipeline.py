@@ -79,7 +79,10 @@ class Compose:
         out: np.ndarray | None = None,
         steps: list[Drawn] | None = None,
     ) -> np.ndarray:
-        """Return the changed image; append the draws of each ``Transform`` to ``steps``."""
+        """Return the changed image, which may be ``image`` itself.
+
+        The draws of each ``Transform`` are appended to ``steps``.
+        """
         program: list[float] = []  # pending operations of the kernel
         if self.has_own:
             image = read_only(image)
@@ -130,10 +133,10 @@ def _run(
 
 
 class Normalizer:
-    """Conversion of uint8 (B, H, W, C) to float32 (B, C, H, W), on any device: x * scale + shift.
+    """Conversion of pixels x, uint8 (B, H, W, C), to x * scale + shift, float32 (B, C, H, W).
 
-    The result keeps the memory order of the pixels (``torch.channels_last``). Nothing is
-    transposed, and convolutions on a CPU are faster.
+    It works on any device. The result keeps the memory order of the pixels
+    (``torch.channels_last``). Nothing is transposed, and convolutions on a CPU are faster.
 
     Args:
         scale: float32 (C,).
@@ -158,7 +161,10 @@ class Normalizer:
         return values.permute(0, 3, 1, 2)
 
     def of_planes(self, values: Tensor) -> Tensor:
-        """Normalize float32 (B, C, H, W) in 0..255, out of place; can be compiled."""
+        """Normalize float32 (B, C, H, W) in 0..255, out of place; can be compiled.
+
+        The result has the memory format ``torch.channels_last``.
+        """
         scale, shift = (c[:, None, None] for c in self._for_rows(1, values.device))
         pixels = torch.empty_like(values, memory_format=torch.channels_last)
         return torch.mul(values, scale, out=pixels).add_(shift)

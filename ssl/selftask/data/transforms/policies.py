@@ -202,7 +202,7 @@ def perform(
 
     Args:
         image: uint8 (H, W, C).
-        operations: Names and magnitudes.
+        operations: Names and signed magnitudes, in the units of ``magnitude``.
         interpolation: ``bilinear``, ``bicubic`` or ``nearest``, for geometric operations.
         fill: Gray level of pixels from outside the image.
     """
@@ -222,7 +222,7 @@ def affine_of(name: str, size: float, height: int, width: int) -> tuple[float, .
 
     Args:
         name: Name of a geometric operation.
-        size: Its signed magnitude.
+        size: Its signed magnitude, in the unit of ``magnitude``.
         height: Height of the image, in pixels.
         width: Width of the image, in pixels.
     """

@@ -12,7 +12,10 @@ SIGNED = frozenset({*GEOMETRY, *COLORS})  # magnitudes with a random sign
 
 
 class Strengths(NamedTuple):
-    """Magnitudes of the last bin; they grow linearly from 0 in the first bin."""
+    """Magnitudes of the last bin, which grow linearly from 0 in the first bin.
+
+    Of ``bits``, both ends are given.
+    """
 
     shear: float  # tangent of the angle
     shift: float  # fraction of the side, or pixels if above 1
@@ -30,15 +33,15 @@ def magnitude(name: str, level: float, height: int, width: int, strengths: Stren
     """Return the magnitude of an operation at ``level`` in [0, 1], without sign.
 
     The unit depends on the operation: tangent of the angle (shear), pixels (translate), degrees
-    (rotate), distance of a factor from 1 (brightness, color, contrast, sharpness), bits (posterize)
-    or gray levels (solarize).
+    (rotate), distance of a factor from 1 (brightness, color, contrast, sharpness), number of bits
+    that are kept (posterize) or threshold in gray levels (solarize). It is 0 for the others.
 
     Args:
         name: Name of the operation.
         level: From 0 for the first bin to 1 for the last.
         height: Height of the image, in pixels.
         width: Width of the image, in pixels.
-        strengths: Magnitudes of the last bin.
+        strengths: Magnitudes of the last bin, such as ``RAND``.
     """
     if name.startswith("Shear"):
         return strengths.shear * level

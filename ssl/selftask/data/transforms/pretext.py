@@ -52,7 +52,7 @@ class Rotate90(Transform):
             yield f"k: {self.k}; a list of some of 0, 1, 2 and 3 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> int | None:
-        """Return the number of 90-degree turns, or None for no rotation."""
+        """Return the number of counterclockwise 90-degree turns, or None for no rotation."""
         return self.k[int(draw_at(rng, ROTATION) * len(self.k))] or None
 
     def apply(self, image: np.ndarray, params: int) -> np.ndarray:
@@ -66,14 +66,14 @@ class Rotate90(Transform):
         return 0.0, 1.0, 0.0, -1.0, 0.0, height
 
     def numbers(self, params: int | None) -> Sequence[float]:
-        """Return the number of 90-degree turns."""
+        """Return the number of counterclockwise 90-degree turns, 0 to 3."""
         return (float(params or 0),)
 
 
 def drawn_rotation(
     seed: int, epoch: int, index: int, view: int, turns: Sequence[int] = (0, 1, 2, 3)
 ) -> int:
-    """Return the number of 90-degree turns that ``rotate_90`` drew for a view.
+    """Return the number of counterclockwise 90-degree turns that ``rotate_90`` drew for a view.
 
     Args:
         seed: Seed of the run.
@@ -87,11 +87,11 @@ def drawn_rotation(
 
 
 class Puzzle(NamedTuple):
-    """Parameters of ``jigsaw``."""
+    """Parameters of ``jigsaw`` for an image with T tiles."""
 
     permutation: int  # index into ``permutations``
     left: np.ndarray  # (T,) offset of each tile in its cell, in pixels
-    top: np.ndarray
+    top: np.ndarray  # (T,) likewise
 
 
 @register_transform("jigsaw")
@@ -147,7 +147,10 @@ class Jigsaw(Transform):
         return puzzle
 
     def numbers(self, params: Puzzle | None) -> Sequence[float]:
-        """Return the number of the tile at each position of the puzzle, row by row."""
+        """Return the number of the tile at each position of the puzzle, row by row.
+
+        NaN if no puzzle is made.
+        """
         if params is None:
             return (math.nan,) * self.grid**2
         orders = permutations(self.grid**2, self.num_permutations)
@@ -211,7 +214,10 @@ class Tile(Transform):
         return 1.0, 0.0, params[0], 0.0, 1.0, params[1]
 
     def numbers(self, params: Box | None) -> Sequence[float]:
-        """Return left, top, right and bottom of the tile, in pixels of the input image."""
+        """Return left, top, right and bottom of the tile, in pixels of the input image.
+
+        NaN if no tile is cut out.
+        """
         return params or (math.nan,) * 4
 
 
@@ -233,10 +239,10 @@ def drawn_permutation(
 
 @cache
 def permutations(num_tiles: int, count: int) -> np.ndarray:
-    """Return permutations that differ as much as possible, uint8 (count, num_tiles).
+    """Return permutations that differ much from each other, uint8 (count, num_tiles).
 
     They are selected one after the other: each maximizes the smallest Hamming distance to those
-    already selected. Candidates are all permutations, or random ones if there are more than
+    already selected. Candidates are all permutations, or fixed random ones if there are more than
     ``CANDIDATES``.
     """
     if math.factorial(num_tiles) <= CANDIDATES:

@@ -1,4 +1,4 @@
-"""Posterize, equalize, autocontrast, invert and sharpness, like Pillow's ImageOps; PCA noise."""
+"""Posterize, solarize, equalize, autocontrast, invert and sharpness, as in Pillow; PCA noise."""
 
 from __future__ import annotations
 

@@ -70,11 +70,11 @@ class Transform(ABC):
     """
 
     resizes: ClassVar[str | None] = None
-    """How the image size changes. ``"square"``: to ``size`` x ``size`` pixels; None: the size is
-    kept; any other string: in another way."""
+    """How the image size changes. ``"square"``: to ``size`` x ``size`` pixels, unless ``size`` is
+    None; None: the size is kept; any other string: in another way."""
     channels: ClassVar[int] = 3  # of the images; set by the pipeline
     is_random: ClassVar[bool | str] = True
-    """Whether views of an image differ; ``"p"``: if ``p`` is neither 0 nor 1."""
+    """Whether views of an image may differ; ``"p"``: only if ``p`` is neither 0 nor 1."""
     affine: ClassVar[bool] = True  # whether ``source_matrix`` describes where pixels come from
 
     def channel_problems(self, channels: int) -> Iterator[str]:
@@ -96,7 +96,10 @@ class Transform(ABC):
         """Return the changed image, uint8 (H', W', C); ``image`` (H, W, C) is read-only."""
 
     def program(self, params: Any) -> Sequence[float] | None:
-        """Return a program for the compiled kernel (``data/kernel``), or None if not supported."""
+        """Return a program for the compiled kernel (``data/kernel``), or None if not supported.
+
+        It is only requested for images of three channels.
+        """
         return None
 
     def source_matrix(self, params: Any, height: int, width: int) -> Matrix:
@@ -114,7 +117,8 @@ class Transform(ABC):
     def numbers(self, params: Any) -> Sequence[float]:
         """Return the drawn parameters as numbers for ``batch.draws``; by default, there are none.
 
-        The number of values is always the same. ``params`` is None if the image is unchanged.
+        ``params`` is None if the image is unchanged. The length of the result must not depend on
+        ``params``.
         """
         return ()
 
@@ -208,4 +212,4 @@ class Nested(ABC):
 
     @abstractmethod
     def inner(self) -> list[Any]:
-        """Return all inner transforms, whether they are applied or not."""
+        """Return all transforms directly inside this one, whether they are applied or not."""

@@ -55,7 +55,10 @@ class RandomPerspective(Resampled):
     """Probability that the transform is applied."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """Return the new corners clockwise from the upper left, (4, 2): x, y in pixels; or None."""
+        """Return x and y of the new corners, (4, 2) in pixels, clockwise from the upper left.
+
+        None if the image stays unchanged.
+        """
         chance, *draws = rng.random(9).tolist()
         if chance >= self.p or min(height, width) < 2:  # corners coincide
             return None

@@ -44,7 +44,10 @@ class Confusion:
         return counts.diagonal() / counts.sum(dim=1)
 
     def metrics(self) -> dict[str, float]:
-        """Return pixel ``accuracy``, and the means over classes ``miou`` and ``class_accuracy``."""
+        """Return pixel ``accuracy``, and the means over classes ``miou`` and ``class_accuracy``.
+
+        Classes whose ``iou`` or ``recall`` is NaN are left out of its mean.
+        """
         counts = self.counts.double()
         return {
             "miou": float(self.iou().nanmean()),

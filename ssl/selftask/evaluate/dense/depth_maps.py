@@ -13,11 +13,11 @@ from types import MappingProxyType
 import numpy as np
 from PIL import Image
 
-from selftask.data.reading.files import BadImage, read_bytes
+from selftask.data.reading.files import read_bytes
 from selftask.data.reading.image import reason_of
 from selftask.data.source import ExtraKind, Source
 from selftask.data.transforms.resampling import resize
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.evaluate.dense.masks import check_size, companions
 from selftask.evaluate.dense.patches import Squared
 
@@ -35,7 +35,7 @@ class DepthImages(Squared):
         source: Source of the images below ``root/images``, or of some of them.
         key: Config key of the folder, for messages.
         size: Height and width in pixels.
-        unit: Depth of 1 in a PNG.
+        unit: Depth of a pixel with value 1 in a PNG.
 
     Raises:
         UserError: If a depth map is missing; as it is read, also if it is damaged or has another
@@ -63,8 +63,8 @@ def read_depth(path: str, unit: float) -> np.ndarray:
     """Return the depths of a file, float32 (H, W); UNKNOWN if not finite or not above 0.
 
     Args:
-        path: An array ``.npy`` of depths, or a PNG of 16 bits.
-        unit: Depth of 1 in a PNG.
+        path: A ``.npy`` file of depths, or a PNG of 16 bits.
+        unit: Depth of a pixel with value 1 in a PNG.
 
     Raises:
         UserError: If it cannot be read or is not a depth map.

@@ -47,7 +47,7 @@ class HeadOptions(PatchOptions):
     steps: int = setting(1000, min=1)
     """Number of steps of the linear heads."""
     weight_decay: float = setting(0.0001, min=0)
-    """Decoupled weight decay of the linear heads."""
+    """Decoupled weight decay of the linear heads; biases are not decayed."""
     held_out: float = setting(0.2, above=0, below=1)
     """Share of the training images that is held out to choose the learning rate."""
     images: int | None = setting(None, min=1)
@@ -97,7 +97,9 @@ def sample_patches(
 
 
 def hits(scores: Tensor, shares: Tensor) -> Tensor:
-    """Return the number of correctly classified pixels, in units of patches.
+    """Return the sum over patches of the share of correctly classified pixels.
+
+    All pixels of a patch get the class with its highest score.
 
     Args:
         scores: Scores of patches (m, C).

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from selftask.distributed.heartbeat import track
+from selftask.evaluate.features import is_constant
 
 _BATCH_SIZE = 1024  # patches
 
@@ -53,20 +54,19 @@ def fit_linear_heads(
 
     All pixels of a patch share its logits, so their mean cross-entropy equals the cross-entropy
     with the patch's class shares as soft targets. Heads are trained by AdamW from zeros, with
-    batches of 1,024 patches and a cosine decay of the learning rate to 0. All heads see the same
-    batches, and none depends on the others.
+    batches of up to 1,024 patches and a cosine decay of the learning rate to 0. All heads see the
+    same batches, and none depends on the others.
 
     Args:
         features: (M, E).
-        shares: (M, C), of sum 1.
-        rates: Learning rates, G.
+        shares: Class shares of the patches (M, C); the sum of each row is 1.
+        rates: The G learning rates.
         steps: Number of steps.
         weight_decay: Decoupled weight decay of the weights; biases are not decayed.
         seed: Seed of the order of patches.
     """
     mean, deviation = features.mean(dim=0), features.std(dim=0, correction=0)
-    is_constant = deviation <= 1e-6 * deviation.max()
-    deviation = deviation.masked_fill(is_constant, 1.0)
+    deviation = deviation.masked_fill(is_constant(deviation), 1.0)
     size = (shares.shape[1], features.shape[1])
     weights = [features.new_zeros(size, requires_grad=True) for _ in rates]
     biases = [features.new_zeros(size[0], requires_grad=True) for _ in rates]

@@ -19,12 +19,12 @@ from types import MappingProxyType
 import numpy as np
 from PIL import Image
 
-from selftask.data.reading.files import BadImage, open_regular, read_bytes
+from selftask.data.reading.files import open_regular, read_bytes
 from selftask.data.reading.image import orientation, reason_of
 from selftask.data.source import ExtraKind, Source
 from selftask.data.transforms.resampling import resize
 from selftask.distributed.heartbeat import track
-from selftask.errors import UserError, join_some, nearest_path
+from selftask.errors import BadImage, UserError, join_some, nearest_path
 from selftask.evaluate.dense.patches import Squared
 from selftask.evaluate.tables import read_rows
 from selftask.files.addresses import is_remote
@@ -34,6 +34,7 @@ from selftask.logs.stages import staged
 IMAGES, MASKS, TABLE = "images", "masks", "classes.csv"
 IGNORED = -1  # class number of pixels that do not count
 _MOST = 1 << 16  # indices of a mask of 16 bits
+_MOST_CLASSES = 1 << 15  # class numbers are int16
 _MODES = ("1", "L", "P", "I;16", "I")
 _THREADS = 8
 
@@ -220,14 +221,23 @@ def read_table(root: str) -> dict[int, str] | None:
 def classes_of(
     table: Mapping[int, str] | None, ignore: Collection[int], *pixels: Mapping[int, int]
 ) -> Classes:
-    """Return the classes of the table, or of all indices with pixels, except ignored ones."""
+    """Return the classes of the table, or of all indices with pixels, except ignored ones.
+
+    Raises:
+        UserError: If there are more than 32,768 classes.
+    """
     indices = sorted({index for part in pixels for index in part} if table is None else {*table})
     indices = [index for index in indices if index not in ignore]
+    if len(indices) > _MOST_CLASSES:
+        raise UserError(
+            f"{len(indices):,} indices of classes; at most {_MOST_CLASSES:,} are possible. Do the "
+            "masks have the index of the class of each pixel, and not depths or numbers of objects?"
+        )
     return Classes(indices, [str(i) if table is None else table[i] for i in indices])
 
 
 def read_mask(path: str) -> np.ndarray:
-    """Read a mask: the index of the class of each pixel, integers (H, W).
+    """Read a mask: the index of the class of each pixel, uint16 (H, W).
 
     Raises:
         UserError: If the file cannot be read, or is not an image of class indices.

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from selftask.distributed.collectives import gather_objects
 from selftask.evaluate.dense.masks import IGNORED
-from selftask.evaluate.nearest import Bank
+from selftask.evaluate.nearest import QUERIES, Bank
 from selftask.models.features.tokens import Grid
 from selftask.random.views import draw_rng
-
-_ROWS = 512  # queries at once
 
 
 class PatchMemory:
@@ -125,7 +123,7 @@ def vote(bank: Bank, shares: Tensor, queries: Tensor, k: int, temperature: float
             equal weight.
     """
     votes = []
-    for rows in F.normalize(queries, dim=1).split(_ROWS):
+    for rows in F.normalize(queries, dim=1).split(QUERIES):
         cosine, row = bank.nearest(rows, k, torch.full((len(rows),), -1, device=rows.device))
         weights = (cosine / temperature).softmax(dim=1)  # (q, k)
         votes.append((weights[:, None] @ shares[row])[:, 0])

@@ -70,7 +70,12 @@ class AttentiveHead(LinearHead):
 
 
 def normalization(kind: Literal["none", "batch", "layer"], width: int) -> nn.Module:
-    """Return the normalization of features (M, E), without learned parameters."""
+    """Return a normalization of features (M, E) without learned parameters.
+
+    Args:
+        kind: ``none``; ``batch`` for BatchNorm; ``layer`` for LayerNorm.
+        width: Number of features, E.
+    """
     if kind == "batch":
         return nn.BatchNorm1d(width, affine=False, eps=1e-6)
     return nn.Identity() if kind == "none" else nn.LayerNorm(width, elementwise_affine=False)
@@ -86,9 +91,9 @@ class HeadGrid(nn.Module):
     Args:
         head: The initial head.
         norm: Normalization of the features, shared by the heads.
-        settings: Learning rate and weight decay of each head, G.
-        optimizer: Name of the optimizer.
-        options: Fields of the optimizer.
+        settings: Learning rate and weight decay of each of the G heads.
+        optimizer: Registered name of the optimizer.
+        options: Fields of the optimizer's config.
     """
 
     def __init__(
@@ -134,11 +139,11 @@ class HeadGrid(nn.Module):
         return torch.func.vmap(logits)(self.stacked)
 
     def fit(self, features: Tensor, targets: Tensor, factor: float) -> None:
-        """Take one step on the cross-entropy of each head.
+        """Take one step on the mean cross-entropy of each head, in train mode.
 
         Args:
             features: (B, E) or (B, N, E).
-            targets: (B,).
+            targets: Class numbers (B,) from 0, int64.
             factor: Factor of the learning rates.
         """
         with torch.enable_grad():
@@ -156,5 +161,10 @@ class HeadGrid(nn.Module):
 
     @torch.no_grad()
     def hits(self, features: Tensor, targets: Tensor) -> Tensor:
-        """Return whether each head predicts the target of each image, (G, B) bool."""
+        """Return whether each head predicts the target of each image, (G, B) bool, in eval mode.
+
+        Args:
+            features: (B, E) or (B, N, E).
+            targets: Class numbers (B,); -1 is never predicted.
+        """
         return self.eval()(features).argmax(dim=2) == targets

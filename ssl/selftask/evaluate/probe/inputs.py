@@ -1,4 +1,4 @@
-"""Features for probes, from several blocks and poolings: of augmented views, or computed once.
+"""Features for probes: of augmented views or of ``eval.transforms``, from blocks and poolings.
 
 B images, N patches, E features.
 """
@@ -34,13 +34,20 @@ Rows = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Input:
-    """Features on which heads are trained: a pooling of the last blocks."""
+    """Features on which heads are trained: a pooling of the last blocks.
+
+    Attributes:
+        pool: Pooling, see ``Probe.pool``.
+        blocks: Number of last blocks whose features are concatenated; unused by ``attentive``.
+    """
 
     pool: Pool
     blocks: int
 
     def of(self, layers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return features (B, E), or patches (B, N, E) for attentive pooling.
+        """Return features (B, F), or the patches (B, N, E) of the last block for ``attentive``.
+
+        F is E times ``blocks``, for ``both`` E times ``blocks`` + 1.
 
         Args:
             layers: Class token (B, E) and patches (B, N, E) of each block, the last one last.
@@ -106,7 +113,8 @@ class ProbeInputs:
             seed: Seed of random crops and flips; None for ``eval.transforms``.
 
         Raises:
-            UserError: If features are not finite, or images have no label or cannot be read.
+            UserError: If features are not finite, images have no label, or too many of them cannot
+                be read.
         """
         transforms = self.config.eval.transforms
         if seed is not None:
@@ -134,7 +142,7 @@ class ProbeInputs:
 
 
 def augmented(transforms: Sequence[Component]) -> list[Component]:
-    """Return random crops and flips of the size of ``eval.transforms``, then its ``normalize``.
+    """Return random crops and flips at the size of ``eval.transforms``, then its ``normalize``.
 
     Raises:
         UserError: If the size of ``eval.transforms`` is not known.
@@ -151,7 +159,7 @@ def augmented(transforms: Sequence[Component]) -> list[Component]:
 
 
 def regrouped(parts: Iterable[Rows], size: int) -> Iterator[Rows]:
-    """Yield the same rows in batches of exactly ``size``; the remaining rows are dropped."""
+    """Yield the rows of all parts in batches of exactly ``size``; remaining rows are dropped."""
     waiting: list[Rows] = []
     count = 0
     for part in parts:

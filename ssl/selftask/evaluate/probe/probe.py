@@ -52,13 +52,13 @@ class Probe:
     takes_backbone: ClassVar[bool] = True
 
     protocol: Name
-    """Protocol whose settings are the defaults of the other fields."""
+    """Protocol whose settings replace null in the other fields."""
     lr: list[float] | None = setting(None, above=0, nonempty=True)
     """Learning rates; those of SGD and LARS are multiplied by batch size / 256."""
     weight_decay: list[float] | None = setting(None, min=0, nonempty=True)
-    """Weight decays."""
+    """Weight decays; biases are not decayed."""
     blocks: list[int] | None = setting(None, min=1, nonempty=True)
-    """Numbers of last blocks whose features are concatenated."""
+    """Numbers of last blocks whose features are concatenated; ``attentive`` uses the last only."""
     pool: list[Pool] | None = setting(None, nonempty=True)
     """Features of a block. ``class``: class token, or mean of the patches if there is none;
     ``mean``: mean of the patches; ``both``: class tokens and the mean of the last block's patches;
@@ -75,7 +75,9 @@ class Probe:
     computed once and kept in memory.
     """
     held_out: float = setting(0.1, above=0, below=1)
-    """Share of the training images that is held out to choose among several heads."""
+    """Share of the training images that is held out to choose among several heads; none if there
+    is one head.
+    """
     seed: int = setting(0, min=0)
     """Seed of initial weights, order, crops, and held-out images."""
     seeds: int = setting(1, min=1)
@@ -84,7 +86,7 @@ class Probe:
     """
 
     def settings(self) -> Protocol:
-        """Return the protocol with the fields that are set."""
+        """Return the settings of the protocol, replaced by the fields that are not None."""
         names = ("lr", "weight_decay", "blocks", "pool", "epochs", "batch_size")
         values = {name: getattr(self, name) for name in names}
         changed = {name: value for name, value in values.items() if value is not None}
@@ -93,7 +95,7 @@ class Probe:
     def __call__(
         self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
     ) -> dict[str, float]:
-        """Return the accuracy on each validation set.
+        """Return the accuracy (0 to 1) on each validation set, by column.
 
         The settings of the tested head are also returned if there is one seed, and its accuracy on
         held-out images if it was chosen among several heads.
@@ -101,7 +103,8 @@ class Probe:
         Several ranks share the images; each trains all heads, on the features of all images.
 
         Raises:
-            UserError: If labels are missing, or the backbone or the images do not fit.
+            UserError: If there is no validation set, labels are missing, the backbone has no
+                patches or too few blocks, or there are too few images.
         """
         train = sources.train
         every = {"": sources.val, **sources.val_sets}
@@ -167,7 +170,7 @@ class Probe:
         rows: np.ndarray,
         classes: Tensor,
     ) -> list[HeadGrid]:
-        """Return the trained heads of each input."""
+        """Train the heads of each input on the images with the numbers ``rows``; return them."""
         size = min(settings.batch_size, len(rows))
         length = RunLength(len(rows), size, epochs=settings.epochs)
         schedule = build_schedule(settings.schedule, length)
@@ -221,7 +224,7 @@ class Probe:
 
 
 def _check_labels(train: Source, tests: Mapping[str, Source]) -> None:
-    """Log the numbers of images; raise UserError if images have no label."""
+    """Log the numbers of images and classes; raise UserError if images have no label."""
     for key, source in {"data": train, **{val_key(n): s for n, s in tests.items()}}.items():
         if unlabeled := count_unlabeled(source):
             raise UserError(
@@ -235,7 +238,10 @@ def _check_labels(train: Source, tests: Mapping[str, Source]) -> None:
 
 
 def _classes(features: ProbeInputs, train: Source) -> Tensor:
-    """Return the labels of the classes; unknown ones are read with the images, in one more pass."""
+    """Return the distinct labels (C,) of the training images, ascending.
+
+    If the source does not know them, all images are read once more.
+    """
     if train.labels is not None:
         return torch.from_numpy(np.unique(train.labels))
     parts = features.batches(train, "data", range(len(train)))

@@ -64,13 +64,11 @@ def read_instre(path: Path) -> tuple[list[str], list[str], list[np.ndarray]]:
     The positives (n,) are positions in the list of images, counted from 0.
 
     Raises:
-        UserError: If scipy is not installed, or the file has another format.
+        UserError: If the file has another format.
     """
-    try:
-        from scipy.io import loadmat
-        from scipy.io.matlab import MatReadError
-    except ImportError as error:
-        raise UserError(f"truth={path}: reading it needs scipy: pip install scipy") from error
+    from scipy.io import loadmat  # slow to import
+    from scipy.io.matlab import MatReadError
+
     try:
         content = loadmat(path)
         queries, images = (

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.errors import UserError
+from selftask.evaluate.features import TOO_LARGE, are_finite
 from selftask.evaluate.retrieval.whitening import Whitening
 from selftask.models.features.averaged_views import multiple_of, resized_views
 from selftask.models.features.extract import adapter_of, extract, fixed_size, interpolates, pooled
@@ -36,7 +37,9 @@ class DescriptorOptions:
     levels: int = setting(3, min=1)
     """Number of region sizes of ``rmac``."""
     side: int = setting(1024, min=1)
-    """Longest side in pixels; larger images are resized to it, smaller ones are unchanged."""
+    """Longest side in pixels; larger images are resized to it, and smaller ones keep their size,
+    rounded to multiples of the patch size.
+    """
     scales: list[float] = setting([1.0], above=0, nonempty=True)
     """Image sizes relative to ``side``, whose descriptors are averaged, such as ``[1, 0.7071,
     0.5]``.
@@ -80,7 +83,7 @@ class Descriptors:
         R is 1, or with ``rmac`` the number of regions.
 
         Raises:
-            UserError: If features are not finite.
+            UserError: If features are not finite or too large.
         """
         options = self.options
         views = resized_views(images, options.scales, self.multiple, flip=options.flip)
@@ -120,9 +123,10 @@ class Descriptors:
         else:
             (dense,) = extract(self.backbone, images).tokens.map.float()  # (E, h, w)
             rows = self._pool(dense)
-        if not rows.isfinite().all():
+        if not are_finite(rows).all():
             raise UserError(
-                "the features are not finite: the weights are damaged or training has diverged"
+                f"the features are not finite, or {TOO_LARGE}: the weights are damaged or training "
+                "has diverged"
             )
         return unit(rows).cpu()
 

@@ -76,7 +76,8 @@ def evaluate_retrieval(
 
     Raises:
         UserError: If more images are unreadable than ``data`` allows, no query has an image to
-            find, or the backbone has no map to pool.
+            find, the backbone has no map to pool, features are not finite, or there are too few
+            images to fit the whitening to.
     """
     model = Descriptors(backbone.to(device), options, device)
 

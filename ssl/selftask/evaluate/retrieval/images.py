@@ -17,11 +17,10 @@ from torch import Tensor
 from selftask.config.schema import Config
 from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.dataset import read
-from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, channels_of
 from selftask.data.transforms.pipeline import build_pipeline
 from selftask.data.transforms.resampling import resize
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.evaluate.retrieval.benchmark import Query
 
 _AHEAD = 4  # images
@@ -53,7 +52,8 @@ class SizedImages:
         """Yield the images (1, C, H, W), cropped to their boxes; None for unreadable ones.
 
         Raises:
-            UserError: If unreadable images exceed what ``data`` allows.
+            UserError: If unreadable images exceed what ``data`` allows, or a box lies outside of
+                its image.
         """
         for pixels in _ahead(self._read, queries):
             if isinstance(pixels, BadImage):

@@ -18,7 +18,10 @@ _FLOOR = 1e-5  # smallest eigenvalue, relative to the largest
 
 @dataclass(frozen=True)
 class Whitening:
-    """Affine map after which descriptors have mean 0 and the identity as covariance."""
+    """Affine map that gives the fitted descriptors mean 0 and uncorrelated entries of variance 1.
+
+    The variance of directions below the floor of ``fit`` remains smaller.
+    """
 
     mean: Tensor  # (E,)
     matrix: Tensor  # (E, D)
@@ -36,7 +39,7 @@ class Whitening:
                 1.
 
         Raises:
-            UserError: If there are fewer than D directions.
+            UserError: If there are fewer than two descriptors, or fewer than D directions.
         """
         count, total, products = 0, torch.zeros(()), torch.zeros(())
         for part in parts:

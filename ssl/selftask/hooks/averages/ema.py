@@ -19,16 +19,16 @@ _DECAYS = ("decay", "half_life", "alpha")
 class ExponentialAverage(WeightAverage):
     """Exponential average of the weights: average <- d * average + (1 - d) * weights.
 
-    See arXiv:1806.05594. d is ``decay``, or computed from ``half_life`` or ``alpha``. With
-    ``warmup`` d is at most (1 + t) / (10 + t) after t steps, so that the initial weights are
-    forgotten. Until ``start`` the average is a copy of the network, and t counts the steps after
-    it.
+    See Mean Teacher, arXiv:1703.01780, section 2. d is ``decay``, or computed from ``half_life`` or
+    ``alpha``. With ``warmup`` d is at most (1 + t) / (10 + t) after t steps, so that the initial
+    weights are forgotten. Until ``start`` the average is a copy of the network, and t counts the
+    steps after it.
     """
 
     name: ClassVar[str] = "ema"
 
     decay: float | None = setting(None, min=0, below=1)
-    """Decay per step; null: 0.9999."""
+    """Decay per step; null: 0.9999, unless ``half_life`` or ``alpha`` is given."""
     half_life: int | None = setting(None, min=1)
     """Number of images after which the contribution of old weights has halved. An alternative to
     ``decay`` that is independent of the batch size.
@@ -40,7 +40,7 @@ class ExponentialAverage(WeightAverage):
     warmup: bool = True
     """Whether the decay is smaller in the first steps, so that initial weights are forgotten."""
     every: int = setting(1, min=1)
-    """Steps between updates; each update applies the decay to this power."""
+    """Number of steps between updates; each update applies the decay to this power."""
     start: int | str = setting(0, duration=True, min=0)
     """Time until which the average is a copy of the network."""
 
@@ -57,7 +57,7 @@ class ExponentialAverage(WeightAverage):
             self._begin(task)
         self.decay_of_step = 0.9999 if self.decay is None else self.decay
         length = task.length
-        samples = length.batch_size * length.accumulate
+        samples = length.samples_per_step
         if self.half_life is not None:
             self.decay_of_step = 0.5 ** (samples / self.half_life)
         elif self.alpha is not None:

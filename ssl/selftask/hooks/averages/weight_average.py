@@ -36,7 +36,9 @@ class WeightAverage(Hook):
     (``hooks.precise_bn`` recomputes them). average: averaged as weights are.
     """
     device: Literal["same", "cpu"] = "same"
-    """Where the average is stored; the CPU saves device memory, but updates take longer."""
+    """Where the average is stored. same: on the device of the network; cpu: in the machine's
+    memory, which saves device memory, but updates take longer.
+    """
     export: bool = False
     """Whether the run exports the average instead of the weights."""
 
@@ -127,7 +129,7 @@ class WeightAverage(Hook):
                     current.copy_(value)
 
     def on_phase_end(self, task: Task) -> None:
-        """Repeat a test phase with the average."""
+        """After a test phase, repeat it with the average, and log ``KEY_test_NAME``."""
         if not task.train and self.weights:
             with self.in_place(task):
                 for name, value in task.score().items():

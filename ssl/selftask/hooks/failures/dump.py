@@ -1,7 +1,7 @@
 """Dump of one step for ``selftask replay``: state before the step, batch and random state.
 
-``failures/step_N/`` contains ``config.yaml``, the state as a checkpoint, ``rank_R.pt`` with the
-batch and the generators of each rank, and ``failure.json`` with the reason.
+``failures/step_N/`` contains ``config.yaml``, the state as a checkpoint, including the generators
+of all ranks, ``rank_R.pt`` with the batch of each rank, and ``failure.json`` with the reason.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map, tree_map_only
 
 from selftask.batch import Batch, Draws, Extras
 from selftask.checkpoint import store
@@ -61,7 +62,7 @@ def pack(batch: Batch) -> dict[str, Any]:
 
 
 def unpack(parts: list[dict[str, Any]], device: torch.device) -> Batch:
-    """Return the global batch from the packed batches of all ranks, in rank order."""
+    """Return the global batch on ``device`` from the packed batches of all ranks, in rank order."""
     fields = _joined(parts)
     key = fields.pop("key")
     draws = fields.pop("draws")
@@ -78,19 +79,10 @@ def unpack(parts: list[dict[str, Any]], device: torch.device) -> Batch:
 
 def _joined(values: list[Any]) -> Any:
     """Concatenate nested values of ranks along the batch; take numbers from the first rank."""
-    first = values[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(values)
-    if isinstance(first, dict):
-        return {name: _joined([value[name] for value in values]) for name in first}
-    if isinstance(first, list):
-        return [_joined(list(items)) for items in zip(*values, strict=True)]
-    return first
+    return tree_map(
+        lambda *of: torch.cat(of) if isinstance(of[0], torch.Tensor) else of[0], *values
+    )
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: _to(item, device) for name, item in value.items()}
-    return [_to(item, device) for item in value] if isinstance(value, list) else value
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from selftask.batch import Batch
 from selftask.data.source import Source
@@ -47,16 +48,16 @@ class NonFiniteGuard(Hook):
     """Checks loss and gradients in each step, before the weights are updated.
 
     The host waits for the device twice per step. BatchNorm's running statistics of a skipped step
-    are restored. The first failures of a run are dumped in ``failures/step_N/``. Gradients are not
-    checked if there is a loss scaler, which has its own check.
+    are restored. The first three failures of a run are dumped in ``failures/step_N/``. Gradients
+    are not checked if there is a loss scaler, which has its own check.
 
     Args:
         policy: ``train.on_nan``. ``skip`` checks the whole run. The other policies check only while
             the run repeats the steps since its last checkpoint: ``stop`` raises the exact cause;
             ``rollback`` skips the affected step and all later repeated steps.
         budget: Maximum number of consecutive steps that ``skip`` may skip.
-        until: Global batch before which steps are repeated; 0 for ``skip``.
-        cause: The error that led to the repetition.
+        until: Number of the first global batch that is not repeated; 0 for ``skip``.
+        cause: The error that led to the repetition; None for ``skip``.
     """
 
     priority: ClassVar[int] = 65  # after hooks that change the loss, before it is logged
@@ -75,7 +76,7 @@ class NonFiniteGuard(Hook):
         self.has_failed = False
 
     def checks(self, task: Task) -> bool:
-        """Return True if this step is checked."""
+        """Return True if the step in progress is a train step to check."""
         return task.train and (self.policy == "skip" or task.clock.batch < self.until)
 
     def before_step(self, task: Task) -> None:
@@ -95,8 +96,8 @@ class NonFiniteGuard(Hook):
     def on_backward(self, task: Task) -> None:
         if not self.checks(task) or task.grad_scaler.is_enabled():  # the scaler has its own check
             return
-        bad = _non_finite_gradients(task)
-        if float(all_reduce_sum(torch.tensor(float(len(bad)), device=task.device))):
+        bad = _non_finite(task, lambda parameter: parameter.grad)
+        if _on_any_rank(task, bad):
             loss = float(task.last_batch.loss)  # type: ignore[arg-type]
             problem = f"the gradient is not finite, and the loss is {loss:.4g},"
             self._handle(task, problem, Cause(0, bad[0]) if bad else None)
@@ -115,7 +116,7 @@ class NonFiniteGuard(Hook):
             log.warning("%s", text)
 
     def _handle(self, task: Task, problem: str, here: Cause | None) -> None:
-        """Dump the step; raise NonFiniteLoss or StepSkipped on every rank."""
+        """Restore BatchNorm, dump the step; raise NonFiniteLoss or StepSkipped on every rank."""
         _restore(self.kept)
         self.has_failed = True
         self.in_row += 1
@@ -190,11 +191,11 @@ def _cause_in(task: Task) -> Cause | None:
 
 
 def non_finite_images(batch: Batch, source: Source) -> Iterator[str]:
-    """Yield a sentence for each view with non-finite images; it names some of the images.
+    """Yield ``view GROUP[NUMBER] of PATHS`` for each view with non-finite images.
 
     Args:
         batch: The batch.
-        source: The source of its images.
+        source: The source of its images, which gives their paths; a few are listed.
     """
     for name, views in batch.views.items():
         for number, view in enumerate(views):
@@ -209,25 +210,41 @@ def is_finite(value: Any) -> bool:
 
     Other values are not checked.
     """
-    if isinstance(value, Tensor):
-        return bool(value.isfinite().all())
-    if isinstance(value, dict):
-        return all(map(is_finite, value.values()))
-    return all(map(is_finite, value)) if isinstance(value, list | tuple) else True
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-def _non_finite_gradients(task: Task) -> list[str]:
+def check_weights(task: Task) -> None:
+    """Raise NonFiniteLoss on every rank if a step has made a trained weight NaN or infinite.
+
+    The loss shows this one step later. Every rank must call this function.
+    """
+    bad = _non_finite(task, lambda parameter: parameter if parameter.requires_grad else None)
+    if _on_any_rank(task, bad):
+        step, lr = task.steps_done, task.optimizer.param_groups[0]["lr"]
+        named = f": {join_some(bad)}" if bad else ""
+        raise NonFiniteLoss(
+            f"weights are not finite after step {step}{named}; lr was {lr:.3g}. {REMEDY}", step=step
+        )
+
+
+def _non_finite(task: Task, part_of: Callable[[nn.Parameter], Tensor | None]) -> list[str]:
+    """Return the names of the parameters with a non-finite part, such as their gradient, here."""
     named = [
-        (f"{part}.{name}", parameter.grad)
+        (f"{part}.{name}", value)
         for part, module in task.trained
         for name, parameter in module.named_parameters()
-        if parameter.grad is not None
+        if (value := part_of(parameter)) is not None
     ]
-    sums = local_parts([grad for _, grad in named])
-    if not sums:
+    parts = local_parts([value for _, value in named])
+    if not parts:
         return []
-    finite = torch.stack(to_one_device(grad.isfinite().all() for grad in sums)).tolist()
+    finite = torch.stack(to_one_device(part.isfinite().all() for part in parts)).tolist()
     return [name for (name, _), good in zip(named, finite, strict=True) if not good]
+
+
+def _on_any_rank(task: Task, bad: list[str]) -> bool:
+    return bool(all_reduce_sum(torch.tensor(float(len(bad)), device=task.device)))
 
 
 def _statistics(task: Task) -> Iterator[Tensor]:

@@ -19,10 +19,11 @@ from selftask.registry import register_hook
 class ClipGradients(Hook):
     """Clips the reduced, unscaled gradient; logs its norm before clipping as ``grad_norm``.
 
-    ``norm`` scales all gradients down to a common norm of at most ``max_norm``; ``per_parameter``
-    does so for each parameter, as in DINO's published code; ``value`` clamps each element to
-    ``max_value``; ``adaptive`` limits the norm of each output unit's gradient to ``max_ratio``
-    times that of its weights (NFNets, arXiv:2102.06171).
+    Only parameters of the section ``optimizer`` count. ``norm`` scales all gradients down to a
+    common norm of at most ``max_norm``; ``per_parameter`` does so for each parameter, as in DINO's
+    published code; ``value`` clamps each element to [-``max_value``, ``max_value``]; ``adaptive``
+    limits the norm of each output unit's gradient to ``max_ratio`` times that of its weights
+    (NFNets, arXiv:2102.06171).
     """
 
     priority: ClassVar[int] = 20
@@ -33,7 +34,9 @@ class ClipGradients(Hook):
     max_norm: float = setting(3.0, above=0, also=["clip_grad", "clip_norm", "grad_clip"])
     """Largest norm (modes norm and per_parameter)."""
     norm_type: float | Literal["max"] = setting(2.0, min=1)
-    """Order p of the norm; max: the largest absolute value."""
+    """Order p of the norm (modes norm and per_parameter) and of ``grad_norm``; max: the largest
+    absolute value.
+    """
     max_value: float | None = setting(None, above=0, also=["clip_value"])
     """Largest absolute value of an element (mode value)."""
     max_ratio: float = setting(0.01, above=0)

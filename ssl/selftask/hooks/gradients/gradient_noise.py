@@ -33,7 +33,7 @@ class GradientNoise(Hook):
 
     priority: ClassVar[int] = 15  # before clip_gradients
     decay: float = setting(0.9, min=0, below=1)
-    """Decay of the running means per logged step."""
+    """Decay per logged step of the running means of noise and gradient, whose ratio is logged."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         step = config["train"]["step"]["name"]
@@ -99,13 +99,15 @@ class GradientNoise(Hook):
 
 
 def estimate(small: float, big: float, small_size: float, size: float) -> tuple[float, float]:
-    """Return unbiased estimates of the trace of the noise covariance and of the true |gradient|^2.
+    """Return unbiased estimates of tr(Sigma) and |G|^2.
+
+    Sigma is the covariance of the gradients of single samples, G their mean over all data.
 
     Args:
         small: Mean squared norm of gradients of ``small_size`` samples.
         big: Squared norm of the gradient of ``size`` samples.
-        small_size: Samples of a part.
-        size: Samples of the step.
+        small_size: Number of samples of a part.
+        size: Number of samples of the step.
     """
     noise = (small - big) / (1 / small_size - 1 / size)
     signal = (size * big - small_size * small) / (size - small_size)

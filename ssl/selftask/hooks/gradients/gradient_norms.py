@@ -28,7 +28,9 @@ class GradientNorms(Hook):
 
     priority: ClassVar[int] = 15  # before clip_gradients
     depth: int = setting(2, min=1)
-    """Number of components of a parameter's name that define its part."""
+    """Number of leading components of a parameter's name that define its part: 2 for
+    ``network.backbone``.
+    """
 
     def on_start(self, task: Task) -> None:
         self.parts: dict[str, list[nn.Parameter]] = {}

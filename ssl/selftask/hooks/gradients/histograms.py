@@ -40,7 +40,7 @@ class Histograms(MediaHook):
 
 
 def spaced(values: Any) -> Tensor:
-    """Return at most ``SAMPLES`` evenly spaced values of a tensor or its local shard, copied."""
+    """Return a 1-D copy of at most ``SAMPLES`` evenly spaced values of a tensor or its shard."""
     local: Tensor = values.to_local() if hasattr(values, "to_local") else values
     flat = local.detach().flatten()
     return flat[:: -(-flat.numel() // SAMPLES) or 1].clone()

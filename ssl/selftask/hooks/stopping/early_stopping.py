@@ -27,11 +27,13 @@ class EarlyStopping(Hook):
     metric: str = "knn_top1"
     """Any column of metrics.jsonl, such as ``val_loss``."""
     mode: Mode = "auto"
-    """Whether large or small values are good; auto: small for losses and distances."""
+    """Which values are good. max: large ones; min: small ones; auto: by the name of the metric,
+    small ones for losses, errors and distances.
+    """
     patience: int = setting(5, min=1)
     """Number of consecutive rows without improvement after which the run ends."""
     min_delta: float = setting(0.0, min=0)
-    """Smallest improvement that counts."""
+    """An improvement counts if it is larger than this."""
     target: float | None = setting(None, also=["stopping_threshold"])
     """Value of the metric at which the run ends; null: none."""
 

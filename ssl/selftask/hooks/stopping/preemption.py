@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from selftask.distributed.collectives import AnyFlag, is_primary
 from selftask.distributed.world import STOP_SIGNALS, is_ignored
-from selftask.hooks.base import Hook, Task
+from selftask.hooks.base import ReleasedAtEnd, Task
 from selftask.logs import get_logger
 from selftask.registry import register_hook
 
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 @register_hook("preemption")
 @dataclass(eq=False, kw_only=True)
-class StopOnSignal(Hook):
+class StopOnSignal(ReleasedAtEnd):
     """Saves and exits after the step in which a signal arrives; a second signal exits at once.
 
     The signals are SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2. Later SIGHUPs are ignored, since
@@ -75,12 +75,6 @@ class StopOnSignal(Hook):
     def on_phase_end(self, task: Task) -> None:
         self.any_rank.drain()
 
-    def on_end(self, task: Task) -> None:
-        self.release()
-
-    def on_exception(self, task: Task) -> None:
-        self.release()
-
     def release(self) -> None:
         """Restore the earlier signal handlers.
 
@@ -102,7 +96,7 @@ class StopOnSignal(Hook):
 
 
 def _write_stderr(text: str) -> None:
-    """Write to stderr unbuffered: the signal may have interrupted a buffered write."""
+    """On rank 0, write to stderr unbuffered: the signal may have interrupted a buffered write."""
     if is_primary():
         with suppress(OSError):
             os.write(2, f"\n{text}\n".encode())

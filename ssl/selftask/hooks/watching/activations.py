@@ -30,7 +30,7 @@ class Activations(Hook):
 
     priority: ClassVar[int] = 55
     depth: int = setting(2, min=1)
-    """Depth of the layers below the backbone; 2 gives the blocks of a ViT."""
+    """Largest depth of the layers below the backbone; 2 includes the blocks of a ViT."""
     max_rows: int = setting(256, min=2)
     """Maximum number of images used for the effective rank."""
 
@@ -91,8 +91,9 @@ class Activations(Hook):
 def describe_output(output: Tensor, max_rows: int) -> dict[str, Tensor]:
     """Return mean, std, share of zeros and effective rank of a layer's output, as scalars.
 
-    Shape:
-        ``output``: tokens (B, N, D), maps (B, C, H, W) or vectors (B, D).
+    Args:
+        output: Tokens (B, N, D), maps (B, C, H, W) or vectors (B, D).
+        max_rows: Maximum number of images used for the effective rank, which is 1 for one image.
     """
     output = output.float()
     rows = output[:max_rows]

@@ -37,20 +37,21 @@ NUM_SAMPLED = 64  # values of each parameter, to detect whether it changes
 class Health(Hook):
     """Logs embedding statistics; warns once of each sign that a run does not learn.
 
-    ``emb_std`` is the mean standard deviation of the unit-length embeddings times sqrt(E): 1 for
-    directions spread evenly, 0 for a collapse (SimSiam, arXiv:2011.10566, section 4.1).
-    ``mean_cosine`` is the mean cosine of two embeddings, ``effective_rank`` the number of
-    directions in which they vary, ``chance_ratio`` the loss divided by that of an uninformed
-    network. All are computed for logged steps only.
+    Embeddings are the network's pooled features (N, E) of the views on rank 0. ``emb_std`` is their
+    mean standard deviation, after scaling to unit length, times sqrt(E): 1 for directions spread
+    evenly, 0 for a collapse (SimSiam, arXiv:2011.10566, section 4.1). ``mean_cosine`` is the mean
+    cosine of two embeddings, ``effective_rank`` the number of directions in which they vary,
+    ``chance_ratio`` the loss divided by ``chance_loss``, that of an uninformed network, if the
+    method declares it. All are computed for logged steps only.
     """
 
     priority: ClassVar[int] = 60
     collapsed: float = setting(COLLAPSED, min=0, max=1)
-    """``emb_std`` below this is a collapse."""
+    """An ``emb_std`` below this is reported as a collapse."""
     min_rank: float = setting(MIN_RANK, min=1)
-    """``effective_rank`` below this is a collapse, too."""
+    """An ``effective_rank`` below this is reported as a dimensional collapse."""
     max_rows: int = setting(512, min=2)
-    """Maximum number of embeddings used for each row."""
+    """Maximum number of embeddings from which the values of a row are computed."""
 
     def __post_init__(self) -> None:
         self.warned: set[str] = set()
@@ -126,7 +127,7 @@ class Health(Hook):
             )
 
     def _check_gradients(self, task: Task) -> None:
-        """Warn if no trained parameter of the backbone has a gradient: its output is detached."""
+        """Warn if all gradients of the backbone are missing or 0, since its output is detached."""
         frozen = task.frozen.now(task.steps_done)
         updated = set(parameters_of_optimizers(task))
         backbone = task.base_model.backbone.parameters()
@@ -145,7 +146,8 @@ class Health(Hook):
         before, self.before = self.before, None
         if before is None:
             return
-        self.moved = bool((_sample(task) - before).norm() > LEAST_MOVE * before.norm())
+        change = (_sample(task) - before).norm()  # NaN or infinite if weights overflow
+        self.moved = not bool(change.isfinite() & (change <= LEAST_MOVE * before.norm()))
         if self.moved:
             return
         lr = _peak(task)
@@ -215,7 +217,7 @@ def _sample(task: Task) -> Tensor:
 
 
 def embedding_std(rows: Tensor) -> Tensor:
-    """Return sqrt(E) times the mean standard deviation of normalized rows (N, E), about 0 to 1."""
+    """Return sqrt(E) times the mean std of the columns of normalized rows (N, E), about 0 to 1."""
     directions = F.normalize(rows, dim=1)
     return directions.std(dim=0).mean() * rows.shape[1] ** 0.5
 

@@ -15,7 +15,7 @@ MIN_RANK = 1.2  # effective_rank below this is a collapse too
 
 
 def stays_at_chance(first: float, lowest: float) -> bool:
-    """Return True if a loss has not fallen by 1 % below its first value or chance, the larger one.
+    """Return True if the smallest loss is at least 99 % of the first loss and of chance.
 
     Args:
         first: The first ``chance_ratio`` of the run.
@@ -25,7 +25,7 @@ def stays_at_chance(first: float, lowest: float) -> bool:
 
 
 def beats_chance(ratio: float) -> bool:
-    """Return True if a loss is below that of an uninformed network by more than noise.
+    """Return True if a loss is more than 1 % below that of an uninformed network.
 
     Args:
         ratio: Value of ``chance_ratio``.

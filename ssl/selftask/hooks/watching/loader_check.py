@@ -18,11 +18,12 @@ QUEUED = 5  # steps after which the last timed one has ended, so that the host d
 
 
 class LoaderCheck(Hook):
-    """Warns after the first steps if workers take longer for a batch than the device for a step.
+    """Warns after the first steps if the device will wait for data at least 20 % of the time.
 
-    Training itself waits only later, since prefetched batches are used first and the host runs
-    ahead of the device. The device is timed from the forward pass to the end of a step, without
-    waiting for it; workers time each batch. After ``LAST + QUEUED`` steps the hook removes itself.
+    The workers then take at least 1.25 times as long for a batch as the device for a step. Training
+    itself waits only later, since prefetched batches are used first and the host runs ahead of the
+    device. The device is timed from the forward pass to the end of a step, without waiting for it;
+    workers time each batch. After ``LAST + QUEUED`` steps the hook removes itself.
     """
 
     priority: ClassVar[int] = 90

@@ -24,7 +24,8 @@ class MemorySnapshot(Hook):
 
     ``OUT/profile/memory_NAME_rankN.pickle`` contains each block of memory with the line that
     allocated it, for https://pytorch.org/memory_viz; for this, every allocation is recorded.
-    ``OUT/profile/memory_NAME_rankN.txt`` is the table of ``torch.cuda.memory_summary``.
+    ``OUT/profile/memory_NAME_rankN.txt`` is the table of ``torch.cuda.memory_summary``. NAME is
+    ``step_N``, or ``full`` when memory runs out.
     """
 
     priority: ClassVar[int] = 110
@@ -33,7 +34,9 @@ class MemorySnapshot(Hook):
     max_entries: int = setting(100_000, min=1)
     """Maximum number of recorded allocations; the newest are kept."""
     write: Literal["snapshot", "summary", "both"] = "snapshot"
-    """What to write; ``summary`` alone records nothing and does not slow down steps."""
+    """Files to write: the pickle (snapshot), the table (summary) or both. ``summary`` alone records
+    nothing and does not slow down steps.
+    """
 
     def __post_init__(self) -> None:
         self.is_recording = False

@@ -50,14 +50,16 @@ class OnlineProbe(Hook):
     training images, ``probe_lr``. With ``k``, ``train_knn_top1`` is the accuracy of k-NN on
     training images, with the latest ``queue_size`` images as neighbors. Columns of hidden layers
     end with the layer, as in ``probe_top1_layer3``, and those of the teacher with ``_teacher``.
-    ``ms_probe`` is the time that the hook takes in a step.
+    ``ms_probe`` is the mean time that the hook takes in a step, in milliseconds.
     """
 
     priority: ClassVar[int] = 60  # before the row is written
     evaluates: ClassVar[bool] = True
 
     lr: list[float] = setting([1.0, 3.0, 10.0], above=0, nonempty=True)
-    """Learning rates, each with its own classifier; features have unit length."""
+    """Learning rates, each with its own classifier. Features (B, E) are standardized and divided by
+    sqrt(E).
+    """
     layers: list[int] = setting([])
     """Hidden layers of the backbone that also have classifiers, in addition to its output: mean of
     the patches, as in ``eval.layers``. Negative numbers count from the last layer.
@@ -68,11 +70,12 @@ class OnlineProbe(Hook):
     """
     k: int = setting(0, min=0)
     """Number of neighbors among the latest images that vote for the class of an image, such as 20;
-    0: no k-NN."""
+    0: no k-NN.
+    """
     queue_size: int = setting(4096, min=1)
-    """Number of these latest images."""
+    """Number of latest training images among which k-NN finds neighbors."""
     num_classes: int | None = setting(None, min=2)
-    """Number of classes; needed if the labels are not known before the images are read."""
+    """Number of classes; null: that of the data, if the labels are known before images are read."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         train = config["train"]

@@ -1,4 +1,4 @@
-"""Print the order of hooks at each point."""
+"""Log the order of hooks at each point."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = get_logger(__name__)
 @register_hook("print_hooks")
 @dataclass(eq=False, kw_only=True)
 class PrintHooks(Hook):
-    """Prints at the start of the run which hooks are called at each point, in order."""
+    """Logs at the start of the run which hooks are called at each point, in order."""
 
     priority: ClassVar[int] = 0
 

@@ -9,7 +9,7 @@ import torch
 
 from selftask.config.fields import setting
 from selftask.distributed.collectives import is_primary, rank
-from selftask.hooks.base import Hook, Task
+from selftask.hooks.base import ReleasedAtEnd, Task
 from selftask.logs import get_logger
 from selftask.registry import register_hook
 
@@ -18,7 +18,7 @@ log = get_logger(__name__)
 
 @register_hook("profiler")
 @dataclass(eq=False, kw_only=True)
-class Profiler(Hook):
+class Profiler(ReleasedAtEnd):
     """Records windows of steps: traces in ``OUT/profile``, the most expensive operators in the log.
 
     Each window of ``active`` steps follows ``wait`` steps at full speed and ``warmup`` steps whose
@@ -29,7 +29,7 @@ class Profiler(Hook):
 
     priority: ClassVar[int] = 110
     wait: int = setting(10, min=0)
-    """Steps before each window."""
+    """Number of steps at full speed before the warm-up of each window."""
     warmup: int = setting(2, min=0)
     """Number of warm-up steps before each window."""
     active: int = setting(3, min=1)
@@ -37,7 +37,7 @@ class Profiler(Hook):
     repeat: int = setting(1, min=1, also=["windows"])
     """Number of windows."""
     top: int = setting(10, min=0)
-    """Number of operators listed in the log."""
+    """Maximum number of operators listed in the log."""
     all_ranks: bool = False
     """Whether every rank is recorded, instead of the first only."""
     memory: bool = setting(False, also=["profile_memory"])
@@ -68,12 +68,6 @@ class Profiler(Hook):
             self.release()
             self.remaining -= 1
             self.next = self.steps + self.wait
-
-    def on_end(self, task: Task) -> None:
-        self.release()
-
-    def on_exception(self, task: Task) -> None:
-        self.release()
 
     def _open(self, task: Task) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -112,9 +106,11 @@ class Profiler(Hook):
 def describe_operators(profile: Any, top: int, steps: int) -> list[str]:
     """Return a line for each of the operators with the largest self time.
 
+    It is the time on the GPU if any was recorded, else that on the CPU.
+
     Args:
         profile: A finished ``torch.profiler.profile``.
-        top: Number of operators.
+        top: Maximum number of operators.
         steps: Number of recorded steps.
     """
     averages = [e for e in profile.key_averages() if not e.key.startswith("ProfilerStep")]

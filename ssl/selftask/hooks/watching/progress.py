@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from selftask.hooks.base import Hook, Task
+from selftask.hooks.base import ReleasedAtEnd, Task
 from selftask.logs.stages import Stage
 from selftask.registry import register_hook
 
 
 @register_hook("progress")
 @dataclass(eq=False, kw_only=True)
-class ProgressBar(Hook):
+class ProgressBar(ReleasedAtEnd):
     """Shows a progress bar: steps, remaining time, epoch, loss and speed.
 
     The bar is updated at most four times a second and reads nothing from the device: loss and speed
@@ -44,12 +44,6 @@ class ProgressBar(Hook):
         if self.row:
             text += f"  loss {self.row['loss']:.3f}  {self.row['images_per_s']:,.0f} images/s"
         stage.update(task.steps_done, text)
-
-    def on_end(self, task: Task) -> None:
-        self.release()
-
-    def on_exception(self, task: Task) -> None:
-        self.release()
 
     def release(self) -> None:
         if self.stage is not None:

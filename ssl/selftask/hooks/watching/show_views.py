@@ -19,8 +19,8 @@ from selftask.registry import register_hook
 class ShowViews(MediaHook):
     """Sends the views of some images to writers, as ``views/GROUP``, with a column per image.
 
-    Views must have 1 or 3 channels. Needs a writer that takes images (``tensorboard``, ``wandb``,
-    ``mlflow``). Otherwise the hook does nothing.
+    Groups whose views do not have 1 or 3 channels are omitted. Without a writer that takes images
+    (``tensorboard``, ``wandb``, ``mlflow``), the hook does nothing.
     """
 
     priority: ClassVar[int] = 55

@@ -29,8 +29,8 @@ log = get_logger(__name__)
 class Timing(Hook):
     """Logs the milliseconds that a step spends in each section, as ``ms_forward`` and so on.
 
-    Works with any train step: sections are detected by hooks on the parts of the task. Time is
-    attributed to the section that began last:
+    They are means over the steps since the last row. Works with any train step: sections are
+    detected by hooks on the parts of the task. Time is attributed to the section that began last:
 
     * ``read``: waiting for the batch, and the method's ``prepare_batch``;
     * ``forward``, ``loss`` and ``backward``, with the part of the reduction that overlaps;

@@ -50,11 +50,16 @@ class Writer(Hook):
         """Open the destination before the first row; ``task.resumed`` is True after a resume."""
 
     def write(self, step: int, row: dict[str, float]) -> None:
-        """Write the values of a row, all of them finite and without ``step``."""
+        """Write a row.
+
+        Args:
+            step: Number of finished steps.
+            row: The other columns of the row that are finite numbers.
+        """
         raise NotImplementedError
 
     def write_image(self, step: int, name: str, image: Tensor) -> None:
-        """Write an image.
+        """Write an image; called only with ``takes_media``.
 
         Args:
             step: Number of finished steps.
@@ -63,7 +68,7 @@ class Writer(Hook):
         """
 
     def write_histogram(self, step: int, name: str, values: Tensor) -> None:
-        """Write the distribution of a tensor.
+        """Write the distribution of a tensor; called only with ``takes_media``.
 
         Args:
             step: Number of finished steps.
@@ -193,7 +198,7 @@ class Writer(Hook):
 class TrackingWriter(Writer):
     """Base class of writers to a service that can neither remove nor replace rows.
 
-    The service's id of the run and the last step sent are kept in ``OUT/tracking/NAME.json``. A
+    The service's id of the run and the last step sent are kept in ``OUT/tracking/PACKAGE.json``. A
     resumed run continues under that id and skips the steps that were already sent.
     """
 
@@ -205,7 +210,7 @@ class TrackingWriter(Writer):
         raise NotImplementedError
 
     def send(self, step: int, row: dict[str, float]) -> None:
-        """Send a row that has not been sent before."""
+        """Send a row, as in ``write``, that has not been sent before."""
         raise NotImplementedError
 
     def open(self, task: Task) -> None:

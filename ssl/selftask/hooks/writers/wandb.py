@@ -37,7 +37,9 @@ class Wandb(TrackingWriter):
     run_name: str | None = None
     """Name of the run; null: the name of the run folder."""
     mode: Literal["online", "offline"] | None = None
-    """Whether rows are sent during training; null: WANDB_MODE if set, else online."""
+    """When rows are sent. online: during training; offline: later, they are written to
+    ``OUT/wandb``; null: WANDB_MODE if set, else online.
+    """
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         """Yield a problem if the package is missing, or rows would be sent without a login."""

@@ -49,5 +49,6 @@ class BatchContrast(Method):
         return head
 
     def setup(self, task: Task) -> None:
+        super().setup(task)
         views = sum(num_views(task.config.views).values())
         self.num_negatives = views * (task.length.batch_size - 1)

@@ -24,6 +24,7 @@ from selftask.models.features.tokens import Grid, gather_tokens
 from selftask.models.masks import MultiBlockMask, hide_patches, mask_of
 from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
+from selftask.models.weights.lora import base_weight
 
 
 class BlockPrediction(Method):
@@ -128,6 +129,11 @@ class BlockPrediction(Method):
 
         Replaces ``self.masks`` if it is for another grid.
 
+        Args:
+            seed: Seed of the run.
+            key: (B, 2) on the CPU, see ``random.keyed``.
+            grid: Rows and columns of patches.
+
         Returns:
             Indices of the context (B, K) and of the targets (B, M, Q), then the padding of each, in
             the same shapes; see ``Kept``.
@@ -192,11 +198,12 @@ def initialize(module: nn.Module, *, std: float | None) -> None:
     """
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):
-            deviation = std or max(0.02, (3 * part.weight[0].numel()) ** -0.5)
-            nn.init.trunc_normal_(part.weight, std=deviation)
+            weight = base_weight(part)
+            deviation = std or max(0.02, (3 * weight[0].numel()) ** -0.5)
+            nn.init.trunc_normal_(weight, std=deviation)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
     blocks: Any = module.blocks if std is None else []
     for number, block in enumerate(blocks, start=1):
         for layer in (block.attn.proj, block.mlp.fc2):
-            layer.weight /= (2.0 * number) ** 0.5
+            base_weight(layer).div_((2.0 * number) ** 0.5)

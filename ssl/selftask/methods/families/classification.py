@@ -61,6 +61,8 @@ class Classification(Method):
                         f"views: {method} needs {expected} {plural('view', expected)} of an image, "
                         f"got {count}; give as many{hint if expected == 1 else ''}"
                     )
+            if self.freeze_backbone and config["backbone"].get("lora"):
+                yield "freeze_backbone: true freezes the adapters of backbone.lora, too"
             if self.head and self.heads:
                 yield "heads: there is method.head, too; put it among them under a name"
             for name in self.heads:
@@ -147,7 +149,7 @@ class Classification(Method):
 
     @property
     def total_weight(self) -> float:
-        """Sum of the weights of all heads."""
+        """Sum of the weights of all heads; 1 for a single unnamed head."""
         return sum(self.config.head_weights.get(name, 1.0) for name in self.config.heads or ("",))
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:

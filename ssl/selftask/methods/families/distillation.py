@@ -73,7 +73,11 @@ class Distillation(Method):
         return trained
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Open the teacher, and build the student on top of the backbone."""
+        """Open the teacher, and build the student on top of the backbone.
+
+        Raises:
+            UserError: As ``open_teacher``.
+        """
         self.teacher = Frozen(self.open_teacher(task).network)
         return Network(backbone, self.build_head(embed_dim(backbone)))
 

@@ -1,4 +1,7 @@
-"""Methods with a teacher that is an exponential moving average of the trained network."""
+"""Methods with a teacher that is an exponential moving average of the trained network.
+
+V: views, B: images per rank, D: width of the projector.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,14 @@ class EMATeacher(Method):
     exports_teacher: ClassVar[bool] = False
     """Whether evaluations and export use the teacher's backbone instead of the network's."""
     teacher_drop_path: ClassVar[bool] = True
-    """Whether the teacher has stochastic depth like the network."""
+    """Whether the teacher has dropout and stochastic depth like the network."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         momentum: Schedule = teacher_momentum({"name": "cosine", "start": 0.996, "end": 1.0})
-        """Momentum of the teacher; smaller for short runs, larger for small batches."""
+        """Momentum of the teacher, the weight of its old parameters at each step; smaller for short
+        runs, larger for small batches.
+        """
 
     def averaged(self, network: Any) -> nn.Module:
         """Return the part of the network that the teacher averages: all of it by default."""

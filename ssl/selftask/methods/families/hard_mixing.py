@@ -1,6 +1,7 @@
 """Negatives mixed from the hardest entries of a queue (MoCHi, arXiv:2010.01028).
 
-V: queries per image, B: images per rank, D: width of the head, K: length of the queue.
+V: queries per image, B: images per rank, D: width of the head, K: length of the queue, M:
+mixed negatives of a query.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class HardMixingConfig:
     mix_hardest: int = setting(1024, min=1, tiny=lambda batch: batch)
     """Number of entries considered hard, N: those most similar to the query."""
     mix_start: int | str = setting("15 epochs", duration=True, tiny=1)
-    """Time from which negatives are mixed."""
+    """Training time before negatives are mixed."""
 
     @property
     def num_mixed(self) -> int:
@@ -49,6 +50,9 @@ class HardMixingConfig:
     @in_full_precision
     def mixed(self, queries: Tensor, queue: Tensor, draws: Tensor) -> Tensor:
         """Return the mixed negatives (V, B, M, D) of queries, of unit length.
+
+        The first ``mix_pairs`` mix two hard entries of the queue. The others mix the query with a
+        hard entry, whose share is above 1/2.
 
         Args:
             queries: (V, B, D), unit vectors without gradient.

@@ -3,8 +3,8 @@
 Hidden patches are replaced by a mask token (``MaskedNetwork``, requires ``"tokens"``), or removed
 and predicted from the others (``KeptNetwork``, requires ``"subset"``).
 
-B: images per rank, N: patches of an image, K: patches that are kept, M: groups of Q patches to
-predict, H: maximum number of hidden patches of an image, E: width.
+B: images per rank, N = h * w: patches of an image, K: patches that are kept, M: groups of Q patches
+to predict, H: maximum number of hidden patches of an image, E: width.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from selftask.models.features.tokens import Grid, gather_tokens
 from selftask.models.masks import hide_patches, padded_indices
 from selftask.models.network import Network, PatchOutput
 from selftask.models.predictors.patch_predictor import PatchPredictor, fix_sincos_positions
+from selftask.models.weights.lora import base_weight
 from selftask.random.keyed import uniform
 
 
@@ -84,7 +85,7 @@ class MaskedPatches(Method):
 class MaskedNetwork(Network):
     """Backbone in which a trained token replaces hidden patches, followed by a head.
 
-    It takes images (B, C, H, W) and a mask (B, h, w) or (B, N), True for hidden patches.
+    It takes images (B, C, height, width) and a mask (B, h, w) or (B, N), True for hidden patches.
 
     Args:
         backbone: Backbone with ``"tokens"`` in its ``offers``.
@@ -122,9 +123,9 @@ class BlockMasks(MaskedPatches):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         mask_ratio: float = setting(0.4, above=0, below=1)
-        """Maximum share of masked patches."""
+        """Maximum share of the patches of an image that are masked, in blocks."""
         min_block: int = setting(16, min=1, tiny=2)
-        """Size of the smallest masked block, in patches."""
+        """Smallest area of a masked block, in patches, unless fewer remain to be masked."""
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
@@ -150,7 +151,7 @@ class BlockMasks(MaskedPatches):
         return int(self.config.mask_ratio * grid[0] * grid[1])
 
     def block_mask(self, grid: Grid) -> BlockMask:
-        """Return the sampler of masks."""
+        """Return the sampler of masks for a grid of patches."""
         return BlockMask(grid, min_patches=self.config.min_block, max_patches=grid[0] * grid[1])
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:
@@ -161,7 +162,7 @@ class BlockMasks(MaskedPatches):
 
 
 class BlockMaskedPatches(BlockMasks):
-    """Method whose loss is computed on hidden blocks only.
+    """Method whose loss is computed on hidden patches only.
 
     The network gets ``(images, mask, indices)``, and its head the hidden patches (B, H, E).
     """
@@ -186,7 +187,10 @@ class BlockMaskedPatches(BlockMasks):
 
 
 class HiddenPatchNetwork(MaskedNetwork):
-    """Backbone in which a trained token replaces hidden patches, with a head for these patches."""
+    """Backbone in which a trained token replaces hidden patches, with a head for these patches.
+
+    It takes images, a mask (B, N), and the indices (B, H) of the patches that the head gets.
+    """
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> PatchOutput:  # type: ignore[override]
         images, mask, indices = inputs
@@ -236,7 +240,7 @@ class KeptPatches(MaskedPatches):
 
         @property
         def decoder_sizes(self) -> dict[str, int]:
-            """Width, blocks and heads of the decoder, as arguments of a predictor."""
+            """Width, blocks and heads of the decoder, as arguments of ``PatchPredictor``."""
             names = {"dim": "decoder_dim", "depth": "decoder_depth", "num_heads": "decoder_heads"}
             return {argument: getattr(self, name) for argument, name in names.items()}
 
@@ -253,7 +257,8 @@ class KeptPatches(MaskedPatches):
         They are initialized as in MAE, except for an encoder that ``init`` loads.
 
         Raises:
-            UserError: If ``mask_ratio`` keeps none or all of the patches.
+            UserError: If ``mask_ratio`` keeps none or all of the patches, or if a backbone that
+                ``init`` does not load has no positions.
         """
         self.num_kept(adapter_of(backbone).built_grid)
         return build_kept_network(backbone, task, num_out=num_out, **self.config.decoder_sizes)
@@ -281,7 +286,10 @@ class KeptPatches(MaskedPatches):
 
 
 class KeptNetwork(Network):
-    """Encoder of the kept patches, and a transformer that predicts others, (B, M, Q, outputs)."""
+    """Encoder of the kept patches, and a transformer that predicts others, (B, M, Q, outputs).
+
+    It takes images (B, C, height, width) and a ``Kept``.
+    """
 
     def forward(self, inputs: tuple[Tensor, Kept]) -> PatchOutput:  # type: ignore[override]
         images, mask = inputs
@@ -307,7 +315,8 @@ def initialize_as_mae(module: nn.Module) -> None:
     """
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):
-            nn.init.xavier_uniform_(part.weight.view(len(part.weight), -1))
+            weight = base_weight(part)
+            nn.init.xavier_uniform_(weight.view(len(weight), -1))
             if isinstance(part, nn.Linear) and part.bias is not None:
                 nn.init.zeros_(part.bias)
     token = getattr(module, "cls_token", None)
@@ -346,14 +355,19 @@ def build_kept_network(
 ) -> KeptNetwork:
     """Return a network of a backbone and a patch predictor, both with fixed sine-cosine positions.
 
+    If ``init`` loads the backbone's weights, the backbone keeps them and its positions.
+
     Args:
         backbone: Backbone with ``"subset"`` in its ``offers``.
-        task: The task; if ``init`` loads the backbone's weights, the backbone is not changed.
+        task: The task.
         initialize: Function that sets the initial weights of a module in place.
         num_out: Number of outputs per patch.
         dim: Width of the predictor.
         depth: Blocks of the predictor.
         num_heads: Attention heads of a block.
+
+    Raises:
+        UserError: If a backbone that is not loaded has no positions.
     """
     grid, width = adapter_of(backbone).built_grid, embed_dim(backbone)
     predictor = PatchPredictor(

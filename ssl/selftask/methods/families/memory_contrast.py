@@ -43,7 +43,7 @@ class MemoryContrast(Method):
         temperature: float = setting(0.07, above=0)
         """Temperature of the similarities, tau."""
         momentum: float = setting(0.5, min=0, max=1)
-        """Momentum of the memory bank."""
+        """Weight of the old entry when an entry of the memory bank is updated."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -73,7 +73,10 @@ class MemoryContrast(Method):
         return draws[:, :others]
 
     def on_forward(self, task: Task) -> None:
-        """Collect features for the memory; for NCE, set ``batch["normalizer"]``, its constant Z."""
+        """Set NCE's constant Z, ``batch["normalizer"]``, if ``loss`` is ``"nce"``.
+
+        In training, also collect the new entries that ``on_update`` stores in the memory.
+        """
         batch, features = task.last_batch, task.last_batch.output[0].detach()
         if self.config.loss == "nce":
             batch["normalizer"] = self.normalizer.of(
@@ -83,7 +86,11 @@ class MemoryContrast(Method):
             self.pending.append((batch.index, self.entries_of(features)))
 
     def entries_of(self, features: Tensor) -> Tensor:
-        """Return the images' new entries, of the same shape; by default the features themselves."""
+        """Return the images' new entries, ``(B, *entry_shape, D)``; by default their features.
+
+        Args:
+            features: Output of the network, without gradient, ``(B, *entry_shape, D)``.
+        """
         return features
 
     def contrast(self, batch: Batch, *features: Tensor) -> list[Tensor]:
@@ -108,7 +115,9 @@ class MemoryContrast(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal similarities: ln(1 + ``num_negatives``); for NCE that of ``npid``."""
+        """Loss of equal similarities: ln(1 + K) with K ``num_negatives``; for NCE
+        ln(1 + K) + K ln(1 + 1/K).
+        """
         negatives: int = self.config.num_negatives
         is_nce = self.config.loss == "nce"
         return noise_contrast.chance_of_nce(negatives) if is_nce else math.log1p(negatives)

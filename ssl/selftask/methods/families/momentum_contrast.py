@@ -48,8 +48,9 @@ class MomentumKeys(Method):
     def shuffled_teacher(self, views: list[Tensor]) -> Any:
         """Exchange views between ranks by ``shuffle_bn``, and return the teacher's output for them.
 
-        Apply ``unshuffle_bn`` to an output (B, ...) to get the rows of this rank's own images. With
-        several ranks, ``embedding`` of the teacher's network becomes None.
+        Every rank must call this method. Apply ``unshuffle_bn`` to an output (B, ...) to get the
+        rows of this rank's own images. With several ranks, ``embedding`` of the teacher's network
+        becomes None.
         """
         exchanged = [shuffle_bn(view) for view in views]
         with LAYER_DRAWS.exchanged(shuffle_bn):

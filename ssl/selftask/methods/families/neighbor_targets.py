@@ -38,8 +38,8 @@ class NeighborTargets(Method):
     def nearest(self, projection: Tensor, task: Task) -> Tensor:
         """Return the nearest entries of the queue, unit vectors (V, B, D), without gradient.
 
-        Projections of the first view are enqueued after the step. Without a queue, return
-        ``projection``.
+        In training, projections of the first view are enqueued after the step. Without a queue,
+        return ``projection``, detached.
 
         Args:
             projection: (V, B, D), not necessarily normalized.

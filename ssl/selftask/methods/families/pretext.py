@@ -1,6 +1,7 @@
 """Pretext tasks: the network predicts a change that the method has made to an image.
 
-V views, B images per rank, C classes.
+V: views, B: images per rank, C: classes, E: width of the backbone; T: tiles of an image, A:
+arrangements of P tiles each.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 ``PrototypeHeads`` (DINO): the head of the network ends in the prototypes, and a teacher's scores
 are the targets. ``PrototypeLayer`` (SwAV): prototypes are a layer of the method itself.
+
+B: images per rank, N: rows, E: width of the backbone, D: width of the head, K: prototypes.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class PrototypeHeads(Method):
         hidden_dim: int = setting(2048, min=1, tiny=32)
         """Width of the hidden layers of a head."""
         bottleneck: int = setting(256, min=1, tiny=16)
-        """Width before the last layer."""
+        """Width of a head before its last layer."""
         num_layers: int = setting(3, min=1, max=100)
         """Number of layers of a head including the bottleneck, without the last layer."""
         temperature: float = setting(0.1, above=0)
@@ -74,7 +76,7 @@ class PrototypeHeads(Method):
         )
         """Temperature of the teacher; a constant 0.04 is safer if training diverges."""
         center_momentum: float = setting(0.9, min=0, max=1)
-        """Momentum of the center of the teacher's scores."""
+        """Weight of the old center of the teacher's scores at each step."""
         freeze_last_layer: int | str = setting("1 epoch", duration=True)
         """Duration for which the last layer, the prototypes, is not trained."""
 

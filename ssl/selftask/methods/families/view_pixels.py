@@ -24,8 +24,8 @@ class ViewPixels(Method):
         moments = moments_of([part.to_dict() for part in group.transforms], channels)
         if moments is None:
             raise UserError(
-                f"views: {task.config.method.name} needs pixels in [0, 1]; end the transforms by "
-                "normalize"
+                f"views: {task.config.method.name} undoes the normalization of the views; end the "
+                "transforms by normalize. A Learner has no transforms: use selftask.train"
             )
         for name, values in zip(("mean", "std"), moments, strict=True):
             self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)

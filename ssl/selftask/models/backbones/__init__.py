@@ -11,11 +11,11 @@ A method ``tiny`` returns the config of a tiny backbone of the same kind for ima
 Without it, a tiny recipe keeps the backbone. A class attribute ``library`` names a slow module that
 ``build`` imports.
 
-A backbone of patches has fields ``img_size`` and ``patch_size``, and ``dynamic_img_size`` if its
-grid can change. A backbone that keeps these values in another field names that field in
-``sizes_in``. It also has a method ``grid`` that returns the values, and a property
-``size_argument``, the key of the image size.
+A backbone that divides images into patches has fields ``img_size`` and ``patch_size``, and
+``dynamic_img_size`` if its grid can change. If these values are in another field, the class
+attribute ``sizes_in`` names that field, a method ``grid`` returns the values, and a property
+``size_argument`` is the key of the image size.
 
 A backbone maps images (B, C, H, W) to features (B, E) and uses the parameter names of its library.
-``models/build.py`` builds it and checks its ``embed_dim``.
+``models/build.py`` builds it and sets its ``embed_dim`` if it has none.
 """

@@ -11,7 +11,7 @@ class CausalAttention(Attention):
     """timm's attention in which each token attends to itself and to the tokens before it.
 
     Shape:
-        (B, T, E) -> (B, T, E).
+        (B, T, E) -> (B, T, E). A bool ``attn_mask`` (B, 1, T, T) restricts it further.
     """
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = True) -> Tensor:

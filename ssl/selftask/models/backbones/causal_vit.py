@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 @register_backbone("causal_vit")
 @dataclass(frozen=True, kw_only=True)
 class CausalViT:
-    """Causal transformer: patches attend to a start token and earlier patches; iGPT-S by default.
+    """Causal transformer over patches, in which each attends to earlier ones; iGPT-S by default.
 
-    Patches are ordered row by row. The output is the mean of the patch tokens.
+    Patches are ordered row by row and attend to a start token, too. The output is the mean of the
+    patch tokens.
     """
 
     offers = ("dense", "hidden", "tokens", "subset", "attention", "groups")
@@ -29,7 +30,7 @@ class CausalViT:
     patch_size: int = setting(1, min=1)
     """Height and width of a patch, in pixels."""
     embed_dim: int = setting(512, min=1)
-    """Width."""
+    """Number of features of a token."""
     depth: int = setting(24, min=1, max=1000)
     """Number of blocks."""
     num_heads: int = setting(8, min=1)

@@ -24,9 +24,11 @@ class ChannelTowersConfig:
     """Backbones that see different channels; their features are concatenated (CMC)."""
 
     towers: list[Any] = setting(of="backbones")
-    """Backbones, such as ``[resnet18, resnet18]``."""
+    """Backbones in the order of the channels, such as ``[resnet18, resnet18]``."""
     channels: list[int] = setting([1, 2], min=1)
-    """Number of channels of each tower: ``[1, 2]`` are L and ab of images in Lab."""
+    """Number of channels of each tower; their sum is that of the images. ``[1, 2]`` are L and ab of
+    images in Lab.
+    """
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if len(self.towers) != len(self.channels):

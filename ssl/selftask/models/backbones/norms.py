@@ -13,7 +13,7 @@ from selftask.config.fields import setting
 
 
 class GhostBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm with separate statistics for parts of the batch (arXiv:1705.08741).
+    """BatchNorm of (B, C, H, W) with separate statistics for parts of the batch (arXiv:1705.08741).
 
     In training, a batch is split into parts of at least ``size`` samples. Each part updates the
     running statistics. In eval mode it is equal to ``nn.BatchNorm2d``, whose state dict it shares.
@@ -48,7 +48,7 @@ class WithNorm:
     """
 
     def norm_layer(self, channels: int) -> nn.Module:
-        """Return a normalization layer of maps (B, C, H, W)."""
+        """Return a normalization layer of maps (B, ``channels``, H, W)."""
         if self.norm == "group":
             return nn.GroupNorm(math.gcd(self.norm_size, channels), channels)
         if self.norm == "ghost":

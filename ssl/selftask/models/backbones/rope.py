@@ -101,10 +101,10 @@ def _begin_pass(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 class CapiRope(nn.Module):
     """CAPI's RoPE: coordinates from 0 to 1, and registers around the encoded patches.
 
-    Registers are at equal distances on the bounding box of the encoded patches. The first half of a
-    head's features is rotated by the row and the second by the column, and feature i is paired with
-    i + D / 2, as in the published code. In the published code the frequencies are parameters of
-    each block; here they are fixed.
+    Registers are at equal distances on the bounding box of the encoded patches. As in the published
+    code, the angles of the first half of a head's features depend on the row and those of the
+    second half on the column, although feature i is rotated with feature i + D / 2. Unlike there,
+    frequencies are fixed, not parameters of each block.
 
     Args:
         dim: Features of an attention head, D.
@@ -117,7 +117,10 @@ class CapiRope(nn.Module):
 
     def __init__(self, dim: int, num_registers: int, grid: Sequence[int]) -> None:
         super().__init__()
-        frequencies = 7.0 * 1e4 ** -torch.linspace(0, 1, dim // 4, dtype=torch.float64)
+        # after transformers has loaded a model, ``with torch.device`` may not set linspace's device
+        device = torch.get_default_device()
+        exponents = torch.linspace(0, 1, dim // 4, dtype=torch.float64, device=device)
+        frequencies = 7.0 * 1e4**-exponents
         pairs, none = torch.cat([frequencies, frequencies]), torch.zeros(dim // 2)
         angular = 2 * math.pi * torch.stack([torch.cat([pairs, none]), torch.cat([none, pairs])])
         border = border_coordinates(num_registers)
@@ -136,7 +139,7 @@ class CapiRope(nn.Module):
         Args:
             shape: Rows and columns of patches.
             keep: (B, K) indices of the patches; None for all.
-            padding: (B, K) bool, True for padding in ``keep``.
+            padding: (B, K) bool, True for padding in ``keep``; None: there is none.
 
         Returns:
             (B, 1, R + K, 2 * D), or (R + N, 2 * D) for all patches.
@@ -153,7 +156,7 @@ class CapiRope(nn.Module):
         return self.embed(torch.cat([registers, kept], dim=1))[:, None]
 
     def embed(self, coordinates: Tensor) -> Tensor:
-        """Return sines and cosines, (..., 2 * D), of coordinates (..., 2)."""
+        """Return sines and cosines, (..., 2 * D), of coordinates (..., 2): row and column."""
         row, column = coordinates[..., None].unbind(dim=-2)  # (..., 1)
         angles = row * self.angular[0] + column * self.angular[1]  # autocast rounds matmul
         return torch.cat([angles.sin(), angles.cos()], dim=-1)

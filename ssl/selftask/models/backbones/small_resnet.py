@@ -28,7 +28,7 @@ class SmallResNetConfig(WithNorm):
     blocks: int = setting(1, min=1, max=1000)
     """Residual blocks in each stage."""
     stem_stride: int = setting(2, min=1, max=32)
-    """Stride of the stem; 1 doubles the resolution and costs four times as much."""
+    """Stride of the stem; 1 has twice the resolution of 2, and costs four times as much."""
 
     def tiny(self) -> dict[str, Any]:
         return {"name": "small_resnet", "width": 8}
@@ -137,8 +137,8 @@ class _Residual(nn.Module):
 class _PointwiseConv2d(nn.Conv2d):
     """A 1 x 1 convolution, without bias, of every ``stride``-th pixel.
 
-    The results have the bits of a strided convolution. The backward pass of that one corrupts
-    memory on CPUs if it has few input channels (oneDNN in torch 2.14, 2 to 8 channels).
+    Results are bit-identical to those of a strided convolution, whose backward pass corrupts memory
+    on CPUs if there are few input channels (oneDNN in torch 2.14, 2 to 8 channels).
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from selftask.config.checks.grid import multiples
 from selftask.config.fields import setting
 from selftask.errors import UserError
 from selftask.registry import register_backbone
@@ -65,7 +66,7 @@ class _ViT:
         if self.img_size % self.patch_size:
             yield (
                 f"backbone.img_size: {self.img_size} pixels cannot be divided into patches of "
-                f"{self.patch_size}; try {self.img_size // self.patch_size * self.patch_size}"
+                f"{self.patch_size}; {multiples(self.img_size, self.patch_size)}"
             )
         if self.pool == "token" and not self.class_token:
             yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"

@@ -33,7 +33,8 @@ class AttentionTeacher(PatchTeacher):
 
         Args:
             images: (B, C, height, width).
-            grid: Rows and columns of patches of the student, to which maps are interpolated.
+            grid: Rows and columns of patches of the student, to which maps are interpolated. None
+                only if the teacher's features have no grid.
 
         Returns:
             (B, D), (B, N, D), and (B, N): weights of the last block, averaged over heads.

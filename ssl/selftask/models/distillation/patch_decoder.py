@@ -12,7 +12,7 @@ from selftask.models.predictors.patch_predictor import GridPositions, transforme
 
 
 class PatchDecoder(GridPositions):
-    """Transformer with fixed sine-cosine positions: patches (B, N, C) -> (B, N, outputs).
+    """Transformer with fixed sine-cosine positions: patches (B, N, C) -> (B, N, ``num_out``).
 
     Args:
         num_in: Number of channels of a patch, C.

@@ -51,7 +51,7 @@ class PatchTeacher(Frozen):
         super().__init__(FeatureExtractor(backbone), key)
 
     def on_grid(self, images: Tensor, grid: Grid | None) -> tuple[Tensor, ...]:
-        """Return pooled features (B, D), and patches (B, h * w, D) interpolated to ``grid``."""
+        """Return pooled features (B, D), and the patches as ``patches_on_grid`` returns them."""
         features: Features = self(images)
         return to_float32(features.pooled), patches_on_grid(features, grid)
 
@@ -71,7 +71,7 @@ def patches_on_grid(features: Features, grid: Grid | None) -> Tensor:
 
 
 class PatchTokenizer(nn.Module):
-    """A trained backbone with a head for patches: images -> the token of each patch, (B, N).
+    """A trained backbone with a head for patches: images -> the token of each patch, int64 (B, N).
 
     Args:
         backbone: Backbone with ``"tokens"`` in its ``offers``.
@@ -95,15 +95,16 @@ class PatchTokenizer(nn.Module):
 class TokenTargets(Frozen):
     """A frozen tokenizer: images -> tokens (B, N), one for each patch of the student.
 
-    Images are resized so that the tokenizer has the same grid of patches as the student.
+    If the tokenizer has a ``patch_size``, images are resized so that it has the same grid of
+    patches as the student.
 
     Args:
-        tokenizer: Images -> tokens (B, N) int64, row by row; ``num_tokens`` is their number.
-            Images are resized if it has a ``patch_size`` in pixels, a number or a pair.
+        tokenizer: Images -> tokens (B, N), int64 below its attribute ``num_tokens``, row by row.
+            Its ``patch_size`` is in pixels, a number or a pair (height, width).
         key: Key of the config that names it, for messages.
 
     Raises:
-        UserError: If it has no ``num_tokens``.
+        UserError: If it has no integer ``num_tokens``.
     """
 
     def __init__(self, tokenizer: nn.Module, key: str) -> None:
@@ -116,7 +117,7 @@ class TokenTargets(Frozen):
             )
 
     def on_grid(self, images: Tensor, grid: Grid) -> Tensor:
-        """Return the tokens (B, h * w) of images (B, C, H, W), for a grid of h x w patches.
+        """Return tokens, int64 (B, h * w), of images (B, C, H, W), for a grid (h, w) of patches.
 
         Raises:
             UserError: If the tokenizer returns another number of tokens.

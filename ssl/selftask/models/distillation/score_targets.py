@@ -16,13 +16,13 @@ from selftask.models.weights.trained import Scores, Targets
 class ScoreTargets(nn.Module):
     """Conversion of scores into targets, by the teacher's own method or as specified.
 
-    It has no state of its own, since temperature and center belong to the teacher.
+    It has no saved state, since temperature and center belong to the teacher.
 
     Args:
         scores: Head of the teacher, with its temperature, center and targets.
-        how: Kind of targets; None for the teacher's own.
+        how: Kind of targets, as in ``Scores.targets``; None for the teacher's own.
         temperature: Temperature, or epsilon of Sinkhorn-Knopp; None for the teacher's own.
-        iterations: Number of iterations of Sinkhorn-Knopp.
+        iterations: Number of iterations of Sinkhorn-Knopp; other targets ignore it.
 
     Raises:
         ValueError: If the kind is ``centering`` and the teacher has no center.

@@ -37,11 +37,11 @@ class RunningMoments(nn.Module):
 
     @property
     def moments(self) -> Moments:
-        """Current moments."""
+        """Running mean and variance."""
         return Moments(self.mean, self.variance)
 
     def moved(self, batch: Moments, share: float) -> Moments:
-        """Return the moments updated by a batch of weight ``share``, without storing them."""
+        """Return the moments after an update by a batch of weight ``share``; do not store them."""
         gap = batch.mean - self.mean
         mean = self.mean + share * gap
         variance = self.variance.lerp(batch.variance.to(self.variance.dtype), share)
@@ -59,6 +59,9 @@ def standardize(features: list[Tensor], moments: Moments) -> list[Tensor]:
     Args:
         features: Features of several networks, (..., D) each.
         moments: Moments of these features, concatenated.
+
+    Returns:
+        Features of the same shapes.
     """
     widths = [part.shape[-1] for part in features]
     means, variances = (values.split(widths) for values in moments)

@@ -37,7 +37,7 @@ class VectorQuantizer(nn.Module):
 
     @torch.no_grad()
     def forward(self, units: Tensor) -> Tensor:
-        """Return the index (...) of the nearest code for unit vectors (..., D)."""
+        """Return the index, int64 (...), of the nearest code for unit vectors (..., D)."""
         return self.scores(units).argmax(dim=-1)
 
     @torch.no_grad()

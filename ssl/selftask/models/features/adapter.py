@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -54,10 +55,14 @@ class Adapter(ABC):
         """Return the features of images (B, C, H, W) for a ``request`` within ``offers``."""
 
     def layer_numbers(self, layers: Sequence[int], key: str) -> list[int]:
-        """Return layer numbers; negative ones, counted from the last layer, become positive.
+        """Return layer numbers counted from 0; negative ones in ``layers`` count from the last.
+
+        Args:
+            layers: Numbers of layers.
+            key: Key of the config, for the message.
 
         Raises:
-            UserError: If there is no such layer; ``key`` is the key in the message.
+            UserError: If there is no such layer.
         """
         count = self.num_layers
         for layer in layers:
@@ -83,16 +88,19 @@ class Adapter(ABC):
         """
         rows, columns = self.patch_size
         if height % rows or width % columns:
+            side = math.lcm(rows, columns)
             raise UserError(
                 f"views: images of {height}x{width} pixels cannot be divided into patches of "
-                f"{rows}x{columns} pixels"
+                f"{rows}x{columns} pixels; image_size must be a multiple, such as "
+                f"{side * math.ceil(max(height, width) / side)}"
             )
         return height // rows, width // columns
 
     def embed(self, images: Tensor) -> Tensor:
         """Return the patch embedding (B, N, E) of images (B, C, H, W), before positions are added.
 
-        Supported by vision transformers of timm and selftask; raise UserError for other backbones.
+        Raises:
+            UserError: If the backbone is not a vision transformer of timm or selftask.
         """
         raise UserError(
             "backbone: the patch embedding of this network is not known; take a vision transformer "

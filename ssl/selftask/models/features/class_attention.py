@@ -43,7 +43,7 @@ class ClassAttention:
         self._weights: Tensor | None = None
 
     def take(self) -> Tensor:
-        """Return the weights of the last forward pass, (B, N), averaged over heads.
+        """Return the weights of the last forward pass, float32 (B, N), averaged over heads.
 
         The weights are discarded, so the next call needs another forward pass before it.
         """

@@ -66,7 +66,7 @@ def extract(
     stochastic depth depend on the sample and the view, so they are the same on any number of ranks.
 
     Under FSDP, call it inside the forward pass of the sharded module: a ``Network`` of the method,
-    or ``FeatureExtractor``.
+    or ``FeatureExtractor``. Options that are None have no effect.
 
     Args:
         backbone: A model of timm, torchvision or selftask, or one with a method ``extract``.
@@ -75,17 +75,17 @@ def extract(
         mask: (B, N) bool, True for patches to replace by ``mask_token`` after the patch embedding,
             before positions are added. Needs ``"tokens"`` in ``offers(backbone)``.
         mask_token: (``adapter_of(backbone).mask_dim``,); without it, ``mask`` has no effect.
-        keep: (B, K) indices of the patches to encode; other patches are dropped. Needs
+        keep: int64 (B, K), indices of the patches to encode; others are dropped. Needs
             ``"subset"``.
-        padding: (B, K) bool, True for padding in ``keep``. No other token attends to padding, and
-            pooling ignores it; its own output is undefined.
+        padding: (B, K) bool, True for padding in ``keep``. No token attends to padding, and pooling
+            ignores it; its own output is undefined.
         attend: (B, N, N) bool, True for patches (last dimension) that a patch attends to. Prefix
             tokens attend to all tokens; no patch attends to prefix tokens. Needs ``"attention"``.
         groups: (B, N) bool or int64, the group of each square whose side is the total stride.
             Patches attend only to patches of the same group; prefix tokens behave as with
             ``attend``. Needs ``"groups"``.
-        visible: (B, K) indices of the patches that convolutions see. Feature maps keep their full
-            size; their values at other patches are undefined. Needs ``"sparse"``.
+        visible: int64 (B, K), indices of the patches that convolutions see. Feature maps keep their
+            full size; their values at other patches are undefined. Needs ``"sparse"``.
         layers: Numbers of the hidden layers to return; negative ones count from the last. Needs
             ``"hidden"``.
 
@@ -120,10 +120,10 @@ def extract(
 def pooled(backbone: nn.Module, images: Tensor) -> Tensor:
     """Return pooled features (B, E) of images (B, C, H, W) of any size that ``extract`` accepts.
 
-    The result is ``backbone(images)``, unless it is a transformer with a grid of another size. The
-    last block of timm's ViT with a class token is computed only for this token, unless it has hooks
-    or is sharded, compiled or recomputed. timm's own interpolation of positions is not used: its
-    backward pass is not deterministic.
+    The result equals ``backbone(images)``, unless the backbone is a transformer with positions for
+    another image size. The last block of timm's ViT with a class token is computed only for this
+    token, unless it has hooks or is sharded, compiled or recomputed. timm's own interpolation of
+    positions is not used: its backward pass is not deterministic.
 
     Raises:
         UserError: If the backbone does not return one vector per image.
@@ -145,21 +145,26 @@ def _check_features(features: Any, images: Tensor, backbone: nn.Module) -> None:
     returned = (
         tuple(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
     )
+    kind = type(backbone)
+    place = "" if kind.__module__.startswith("torch.") else f"{source_of(kind)}: "
     raise UserError(
-        f"{source_of(type(backbone))}: the backbone {type(backbone).__name__} must map images "
+        f"{place}the backbone {kind.__name__} must map images "
         f"(B, C, H, W) to features (B, E), and returned {returned} for {tuple(images.shape)}"
     )
 
 
 def fixed_size(backbone: nn.Module) -> tuple[int, int] | None:
-    """Return the only image size in pixels that a transformer's forward pass accepts, or None."""
+    """Return the only image size that a transformer's own forward pass accepts, or None.
+
+    The size is (height, width) in pixels.
+    """
     patches: Any = getattr(backbone, "patch_embed", None)
     is_strict = getattr(patches, "strict_img_size", patches is None)
     return _built_size(backbone) if is_strict else None
 
 
 def _built_size(backbone: nn.Module) -> tuple[int, int] | None:
-    """Return the image size in pixels of a transformer's grid of positions, or None."""
+    """Return (height, width) in pixels of a transformer's grid of positions, or None."""
     size: Any = getattr(getattr(backbone, "patch_embed", None), "img_size", None)  # timm
     size = size or getattr(backbone, "image_size", None)  # torchvision
     return (size, size) if isinstance(size, int) else size and tuple(size)

@@ -14,7 +14,9 @@ from selftask.models.features.extract import adapter_of, extract
 
 
 class MLPOutputs(nn.Module):
-    """Wrapper of a backbone that returns its last MLPs' outputs at the patches, (B, N, E) each.
+    """Wrapper of a backbone that returns the outputs of its last MLPs at the patches.
+
+    There is one output (B, N, E) for each MLP.
 
     Args:
         backbone: A transformer whose blocks have a module ``mlp``.

@@ -21,12 +21,12 @@ class PooledLayers(nn.Module):
     Args:
         backbone: Backbone with ``"hidden"`` in its ``offers``.
         layers: Numbers of the layers; negative ones count from the last.
-        pool: ``"mean"``: mean over the patches, ``"prefix"``: the prefix tokens (class token and
-            registers), ``"both"``: prefix tokens, then the mean.
+        pool: ``"mean"``: mean over the patches, ``"prefix"``: the concatenated prefix tokens (class
+            token and registers), ``"both"``: prefix tokens, then the mean.
 
     Attributes:
         numbers: Numbers of the layers, none negative.
-        widths: Number of features of each layer; known after the first forward pass.
+        widths: Number of features of each layer; empty before the first forward pass.
 
     Raises:
         UserError: If the backbone has no such layer; in ``forward``, if it has no prefix tokens to

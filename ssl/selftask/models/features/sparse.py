@@ -54,9 +54,10 @@ class VisiblePatches:
             self._use(None, (0, 0))
 
     def again(self) -> AbstractContextManager[None]:
-        """Return a context in which the patches of the current pass are visible once more.
+        """Return a context in which the patches that are visible now are visible again.
 
-        Activation checkpointing recomputes a part of the pass in it, after the pass has ended.
+        Activation checkpointing recomputes a part of a pass in it, after the pass has ended. The
+        context does nothing if all patches are visible now.
         """
         return nullcontext() if self.indices is None else self.only(self.indices, self.grid)
 
@@ -119,8 +120,9 @@ def check_layers(network: nn.Module) -> None:
         kind = type(part).__name__
         is_inner = ".parametrizations" in name  # of a layer with adapters
         if not (is_inner or kind in _POSITIONWISE or _is_layer(part)):
+            subject = f"its {name}" if name else "it"
             raise UserError(
-                f"backbone: its {name} is a {kind}, which cannot leave out hidden patches; take a "
+                f"backbone: {subject} is a {kind}, which cannot leave out hidden patches; take a "
                 "ResNet or ConvNeXt without attention and without smoothed strides"
             )
 

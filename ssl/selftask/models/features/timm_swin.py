@@ -19,7 +19,12 @@ from selftask.models.features.tokens import Features, Request
 
 
 class TimmSwin(TimmModel):
-    """Adapter of Swin and Swin V2. A group is a set of squares of the total stride."""
+    """Adapter of Swin and Swin V2.
+
+    ``groups`` of ``extract`` are given per patch of the last stage, a square whose side is the
+    backbone's total stride. In every window, tokens attend only to tokens of their own group. This
+    does not work in training with activation checkpointing.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

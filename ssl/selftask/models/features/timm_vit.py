@@ -73,7 +73,7 @@ class TimmViT(Adapter):
         return is_token and not vit.grad_checkpointing and _is_plain(vit.blocks[-1])
 
     def pooled(self, images: Tensor) -> Tensor:
-        """Return pooled features; skip patches in the last block if they are not needed."""
+        """Return pooled features (B, E); skip patches in the last block if they are not needed."""
         return self._extract(images, Request(), only_class_token=self.reads_class_token).pooled
 
     def extract(self, images: Tensor, request: Request) -> Features:
@@ -143,7 +143,7 @@ class TimmViT(Adapter):
         return x.flatten(1, 2) if x.ndim == 4 else x  # (B, h, w, E) with dynamic_img_size
 
     def _positions(self, grid: Grid | None) -> tuple[Tensor, Tensor | None]:
-        """Return prefix tokens with their positions, (1, P, E), and the positions of patches."""
+        """Return prefix tokens with positions (1, P, E), and patch positions (1, N, E) or None."""
         vit = self.vit
         tokens = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
         none = next(vit.parameters()).new_empty(1, 0, vit.embed_dim)

@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
         return torch.cat([self.prefix, self.patches], dim=1)
 
     def map_sequence(self, function: Callable[[Tensor], Tensor]) -> Tokens:
-        """Return the tokens after a function of the sequence that acts on single tokens."""
+        """Apply a function to the sequence (B, P + N, E), such as a norm; return the new tokens."""
         return from_sequence(function(self.sequence), self.prefix.shape[1], self.grid)
 
     @property
@@ -59,13 +59,13 @@ class Features(NamedTuple):
     pooled: Tensor
     """(B, E), as returned by the backbone itself."""
     tokens: Tokens
-    """Last layer, with the backbone's final norm."""
+    """Tokens of the last layer, after the backbone's final norm if it has one."""
     hidden: dict[int, Tokens]
     """Outputs of the requested layers by number, without the final norm."""
 
     @property
     def patches(self) -> Tensor:
-        """Patch tokens of the last layer, (B, N, E)."""
+        """Patch tokens of the last layer, (B, N, E), or (B, K, E) if only some were encoded."""
         return self.tokens.patches
 
     @property
@@ -76,7 +76,7 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Options of ``extract``."""
+    """Options of ``extract``, which describes them; None: not requested."""
 
     mask: Tensor | None = None
     mask_token: Tensor | None = None
@@ -94,7 +94,10 @@ class Request:
         }
 
     def attending(self) -> Tensor | None:
-        """Return ``attend``, or the pairs of patches of one group; None if all may attend."""
+        """Return which patches may attend to which, bool (B, N, N), or None without a limit.
+
+        With ``groups``, these are the pairs of patches of the same group.
+        """
         groups = self.groups
         return self.attend if groups is None else groups[:, :, None] == groups[:, None]
 
@@ -134,12 +137,12 @@ def from_sequence(x: Tensor, num_prefix: int, grid: Grid | None) -> Tokens:
 
 
 def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
-    """Select the rows of (B, N, E) at the indices (B, K) of each image: (B, K, E)."""
+    """Select the tokens of (B, N, E) at the indices, int64 (B, K), of each image: (B, K, E)."""
     return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[2]))
 
 
 def mean_token(tokens: Tensor, padding: Tensor) -> Tensor:
-    """Return the mean (B, E) of the tokens (B, K, E) that are not padding (B, K)."""
+    """Return the mean (B, E) of the tokens (B, K, E) that are not padding, bool (B, K)."""
     inside = ~padding[..., None]
     return (tokens * inside).sum(dim=1) / inside.sum(dim=1)
 

@@ -46,8 +46,8 @@ class UNetDecoder(nn.Module):
         """Return images (B, C, H, W).
 
         Args:
-            maps: (B, E, ., .), from the coarsest.
-            visible: (B, K) indices of the visible patches.
+            maps: (B, E, H, W) each, from the coarsest; as many as ``widths``.
+            visible: int64 (B, K), indices of the visible patches.
             hidden: (B, h, w) bool, True for hidden patches.
         """
         with VISIBLE.only(visible, (hidden.shape[1], hidden.shape[2])):

@@ -31,7 +31,7 @@ def info_nce(
         key: (V, B, D), unit vectors.
         queue: (V, K, D), unit vectors. Must not yet hold ``key``: if a positive is among its own
             negatives, the loss cannot fall below log 2.
-        own: (V, B, M, D), negatives of a single query each, unit vectors.
+        own: (V, B, M, D), M further negatives of each query, unit vectors; None: there are none.
         temperature: Temperature, tau.
     """
     query = F.normalize(query, dim=2)
@@ -66,7 +66,7 @@ def recognition_loss(query: Tensor, candidates: Tensor, *, temperature: float) -
     Args:
         query: (B, D), not necessarily normalized.
         candidates: Unit vectors (WB + K, D): the keys of all ranks, then K other candidates.
-        temperature: tau.
+        temperature: Divisor of the cosines, tau.
     """
     logits = F.normalize(query, dim=1) @ candidates.T / temperature
     return F.cross_entropy(
@@ -124,7 +124,10 @@ def shuffle_bn(images: Tensor) -> Tensor:
 
 
 def unshuffle_bn(rows: Tensor) -> Tensor:
-    """Undo ``shuffle_bn``: return the rows (B, ...) of this rank's own images."""
+    """Undo ``shuffle_bn``: return the rows (B, ...) of this rank's own images.
+
+    Every rank must call this function.
+    """
     if world_size() == 1:
         return rows
     sent, received = _rows_between(rank(), world_size(), len(rows))

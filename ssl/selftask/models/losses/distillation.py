@@ -33,7 +33,8 @@ def softened_distance(student: Tensor, teacher: Tensor, temperature: float, *, k
         student: Logits (..., K).
         teacher: Logits (..., K).
         temperature: Temperature of both, T.
-        kl: Whether to subtract the teacher's entropy, which has no gradient.
+        kl: True for the KL divergence: the teacher's entropy, a constant, is subtracted. False for
+            the cross-entropy.
     """
     probs = F.softmax(teacher / temperature, dim=-1)
     loss = soft_cross_entropy(student / temperature, probs)

@@ -26,6 +26,9 @@ def koleo(features: Tensor, *, neighbors: int = 1, group_size: int | None = None
         group_size: Number of consecutive rows of the global batch among which neighbors are
             searched; None: the whole batch. DINOv2's code searches on each GPU separately, which
             corresponds to groups of B rows.
+
+    Returns:
+        A scalar: the mean over the rows of this rank and their neighbors.
     """
     features = F.normalize(features, dim=1, eps=_EPS)
     everyone = gather_cat_with_grad(features)  # (W * B, D)

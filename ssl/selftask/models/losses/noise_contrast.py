@@ -29,7 +29,7 @@ def other_images(draws: Tensor, index: Tensor, num_images: int) -> Tensor:
 
     Args:
         draws: (B, K) numbers in [0, 1).
-        index: Indices of the images themselves, (B,).
+        index: Indices of the images themselves, int64 (B,).
         num_images: Number of images in the data set, at least 2.
 
     Returns:
@@ -75,9 +75,9 @@ def nce(
         features: (B, D), not necessarily normalized.
         positive: (B, D) unit vectors.
         negatives: (B, K, D) unit vectors.
-        temperature: tau.
+        temperature: Divisor of the cosines, tau.
         normalizer: Z, a scalar: P is ``exp(cosine / tau) / Z``.
-        num_images: N.
+        num_images: Number of images of the data set, N.
     """
     right, wrong = _similarities(features, positive, negatives, temperature)
     shift = normalizer.log() + math.log(negatives.shape[1] / num_images)
@@ -102,8 +102,8 @@ def estimate_normalizer(
     Args:
         features: (B, D), not necessarily normalized.
         negatives: (B, K, D) unit vectors, drawn uniformly.
-        temperature: tau.
-        num_images: N.
+        temperature: Divisor of the cosines, tau.
+        num_images: Number of images of the data set, N.
 
     Returns:
         A scalar, ``N * mean(exp(cosine / tau))``.
@@ -166,7 +166,14 @@ class Normalizer(nn.Module):
 def _similarities(
     features: Tensor, positive: Tensor, negatives: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine / temperature of each image with its positive (B,) and negatives (B, K)."""
+    """Return cosine / temperature of features (B, ..., D) with positives and K negatives.
+
+    Args:
+        features: (B, ..., D), normalized here.
+        positive: Unit vectors, one for each of ``features``.
+        negatives: Unit vectors (B, K, ..., D).
+        temperature: Divisor of the cosines.
+    """
     unit = F.normalize(features, dim=-1)
     right = (unit * positive).sum(dim=-1)
     wrong = torch.einsum("b...d,bk...d->bk...", unit, negatives)

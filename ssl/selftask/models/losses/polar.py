@@ -28,7 +28,7 @@ def inverse_root(matrices: Tensor) -> Tensor:
 
 
 def rounding_of(matrices: Tensor) -> Tensor:
-    """Return the trace times the machine epsilon (..., 1, 1), without gradient.
+    """Return trace times machine epsilon of matrices (..., n, n): (..., 1, 1), without gradient.
 
     Added to the diagonal of a singular covariance matrix, it keeps the Cholesky factor finite.
     """
@@ -47,6 +47,9 @@ def polar_factor(matrices: Tensor) -> Tensor:
 
     Args:
         matrices: (..., n, m).
+
+    Returns:
+        (..., n, m).
     """
     if matrices.shape[-2] < matrices.shape[-1]:
         return polar_factor(matrices.mT).mT

@@ -30,7 +30,7 @@ def variance_covariance(features: Tensor) -> tuple[Tensor, Tensor]:
             ranks, separately for each leading index; terms are means over the leading indices.
 
     Returns:
-        The mean over features of max(0, 1 - standard deviation) (equation 1), and the sum of
+        The mean over features of max(0, 1 - sqrt(variance + 1e-4)) (equation 1), and the sum of
         squared covariances between different features, divided by D (equation 4).
     """
     variance, covariance = variances_covariances(features)

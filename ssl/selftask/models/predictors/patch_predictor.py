@@ -130,7 +130,10 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
     """Return fixed positions of a grid of patches, (N, dim): MAE, appendix A.1.
 
     The first half encodes the column, the second the row, each as sines followed by cosines of the
-    frequencies 10000 ** (-4i / dim). Raises ValueError if ``dim`` is not divisible by 4.
+    frequencies 10000 ** (-4i / dim), for i from 0 to dim / 4 - 1.
+
+    Raises:
+        ValueError: If ``dim`` is not divisible by 4.
     """
     if dim % 4:
         raise ValueError(f"2-D sine-cosine positions need a width divisible by 4, got {dim}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.config.library_names import check_name, split_address
-from selftask.errors import UserError, join_some, nearest_path
+from selftask.errors import UserError, close_path, join_some, nearest_path
 from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import exists, expand_user, is_file, is_folder, names_in
 
@@ -50,10 +50,11 @@ def _check_file(weights: str) -> None:
 
 
 def no_model(path: Path) -> UserError:
-    """Return the error of a missing model."""
-    hint = nearest_path(path)
-    if not hint.startswith("did you mean"):
-        hint = "a model is a run's folder, a file, timm:NAME or torchvision:NAME"
+    """Return the error for a missing model, with the nearest path or the accepted addresses."""
+    close = close_path(path)
+    hint = "a model is a run's folder, a file, timm:NAME or torchvision:NAME"
+    if close is not None:
+        hint = f"did you mean {str(close)!r}?"
     return UserError(f"{path}: there is no such file or run; {hint}")
 
 

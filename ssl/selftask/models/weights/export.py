@@ -174,7 +174,7 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def rename_by_hash(weights: Path, name: str) -> Path:
-    """Rename an exported file and its companions to ``NAME-HASH``; return its new path.
+    """Rename ``backbone.pt`` and its two other files to ``NAME-HASH``; return its new path.
 
     The hash is the first 8 hexadecimal digits of the SHA-256 of ``weights``, as in torch.hub.
     """

@@ -43,7 +43,12 @@ class Layout:
 
 
 def _stages(pattern: str, first: int) -> Rename:
-    """Return the rename of a ResNet's stages, for a pattern with groups (before)(number)."""
+    """Return the rename of a ResNet's stages to ``layer1`` and so on.
+
+    Args:
+        pattern: Regular expression with two groups: what precedes the stage, and its number.
+        first: Number of the first stage in the file.
+    """
     return pattern, lambda match: f"{match[1]}layer{int(match[2]) - first + 1}."
 
 
@@ -58,9 +63,8 @@ _CLASSY_REGNET: tuple[Rename, ...] = (  # Classy Vision's blocks -> names in tor
     (r"\.f\.se\.excitation\.2\.", ".f.se.fc2."),
 )
 
-_DETECTRON2: tuple[
-    Rename, ...
-] = (  # the inverse of MoCo's and VISSL's converters of a ResNet to detectron2
+# the inverse of MoCo's and VISSL's converters of a ResNet to detectron2
+_DETECTRON2: tuple[Rename, ...] = (
     (r"(^|\.)stem\.", r"\1"),
     _stages(r"(^|\.)res([2-5])\.", 2),
     (r"conv(\d)\.norm\.", r"bn\1."),
@@ -85,9 +89,8 @@ _CLASSY_RESNET: tuple[Rename, ...] = (
     (r"\.convolutional_block\.6\.", ".conv3."),
 )
 
-_CAFFE2: tuple[
-    Rename, ...
-] = (  # blobs of Detectron's ResNets: conv1_w, res_conv1_bn_s, res2_0_branch2a_w
+# blobs of Detectron's ResNets: conv1_w, res_conv1_bn_s, res2_0_branch2a_w
+_CAFFE2: tuple[Rename, ...] = (
     (r"_bn_(s|gamma)$", "_bn.weight"),
     (r"_bn_(b|beta)$", "_bn.bias"),
     (r"_bn_(rm|running_mean)$", "_bn.running_mean"),

@@ -22,19 +22,8 @@ from selftask.models.weights.read import weights_at
 log = get_logger(__name__)
 
 _HEADS = (
-    "fc.",
-    "head.",
-    "heads.",
-    "head_dist.",
-    "classifier.",
-    "projector.",
-    "projection_head.",
-    "projection.",
-    "prototypes.",
-    "predictor.",
-    "decoder",
-    "mask_token",
-    "queue",
+    *("fc.", "head.", "heads.", "head_dist.", "classifier.", "projector.", "projection_head."),
+    *("projection.", "prototypes.", "predictor.", "decoder", "mask_token", "queue"),
 )
 """Prefixes of tensors in a file that are not part of a backbone."""
 
@@ -139,9 +128,9 @@ def load_weights(
             there is none.
 
     Raises:
-        UserError: If too few tensors match, if several networks match, or if a pattern of ``skip``
-            matches nothing. The module is then unchanged. The message lists missing and unexpected
-            keys, and different shapes.
+        UserError: If too few tensors match, if several networks match, if weights in the file are
+            not floating-point numbers, or if a pattern of ``skip`` matches nothing. The module is
+            then unchanged. The message lists missing and unexpected keys, and different shapes.
     """
     match = _match(module, state, what, _skipped(module, skip, what))
     share = len(match.found) / max(1, match.num_wanted)
@@ -153,6 +142,13 @@ def load_weights(
         raise UserError(
             f"{what}: holds several networks that fit ({names}); {choice}keep one of them in a file"
         )
+    tensors = module.state_dict()
+    for key, value in match.found.items():
+        if tensors[key].is_floating_point() and not value.is_floating_point():
+            raise UserError(
+                f"{what}: {key} is {str(value.dtype).removeprefix('torch.')}, and weights are "
+                "floating-point numbers; quantized files cannot be loaded"
+            )
     if is_on_meta(module):
         return  # the weights fit
     log.info("%s: %s", what, match.summary())
@@ -161,7 +157,6 @@ def load_weights(
             f"{name} ({count} {plural('tensor', count)})" for name, count in match.left_out.items()
         ]
         log.info("%s: left out: %s", what, join_some(parts, show=8))
-    tensors = module.state_dict()
     with torch.no_grad():
         for key, value in match.found.items():
             tensors[key].copy_(value)

@@ -92,6 +92,17 @@ def adapt(backbone: nn.Module, config: LoRAConfig | None) -> None:
         parametrize.register_parametrization(layer, _WEIGHTS[kind], adapter, unsafe=True)
 
 
+def base_weight(layer: Any) -> Tensor:
+    """Return the weight of a linear layer or convolution without its adapter, to be set in place.
+
+    The weight of an adapted layer is computed at each access.
+    """
+    for weights in _lists(layer):
+        if isinstance(weights[0], LowRank):
+            return weights.original
+    return layer.weight
+
+
 def _adapted(layers: Mapping[str, nn.Module], patterns: Sequence[str] | None) -> list[str]:
     """Return the names of the layers to adapt; raise UserError if there are none."""
     able = {name: layer for name, layer in layers.items() if _has_weight(layer)}

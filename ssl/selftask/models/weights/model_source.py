@@ -48,13 +48,14 @@ def open_model(
     Args:
         address: A run folder (its export, or else its newest checkpoint), ``RUN@best``,
             ``RUN@STEP``, the folder of a sharded checkpoint, an exported ``backbone.pt`` next to
-            its ``backbone.json``, ``timm:NAME`` or ``torchvision:NAME``.
+            its ``backbone.json`` or their folder, ``timm:NAME`` or ``torchvision:NAME``.
         weights: For a library's model: ``pretrained`` for the library's weights, ``none`` for
             random weights, or a file.
         trust: Allow an architecture in the user's own code.
         image_size: Image size in pixels to which the model and its transforms are adapted;
-            positions of a vision transformer are interpolated.
-        prefix: Prefix of the tensors to take from a file with several networks.
+            positions of a vision transformer are interpolated. None: the model's own.
+        prefix: Prefix of the tensors to take from a file with several networks. None: the network
+            that fits the backbone.
         option: Name of the option that sets ``prefix``, for messages; empty if there is none.
         name: Name of the weights of a run or file in messages; None for their path.
 
@@ -95,7 +96,7 @@ def describe_model(
         address: As in ``open_model``.
         weights: As in ``open_model``.
         trust: Allow an architecture in the user's own code.
-        image_size: Image size in pixels to which the transforms are adapted.
+        image_size: Image size in pixels to which the transforms are adapted; None: unchanged.
 
     Raises:
         UserError: If the model or its metadata is missing, or ``image_size`` does not fit it.
@@ -122,7 +123,9 @@ def _describe(
 
 
 def read_init(config: Config) -> State | None:
-    """Return the weights of ``init.backbone``; None if all weights come from a checkpoint.
+    """Return the weights of ``init.backbone``.
+
+    The result is None if it is not set, or if all weights come from a checkpoint of this run.
 
     Raises:
         UserError: If they cannot be read, or ``init.rename`` or ``init.prefix`` do not apply.
@@ -142,10 +145,17 @@ def read_init(config: Config) -> State | None:
 
 
 def open_init(config: Config, channels: int) -> State | None:
-    """Return the result of ``read_init``, or raise UserError if it does not fit the backbone.
+    """Return the result of ``read_init``, after checking that it fits the backbone.
 
     A backbone from the user's own code is not checked, since building it twice may have side
     effects, nor is one that cannot be built on the meta device.
+
+    Args:
+        config: The config of the run.
+        channels: Number of channels of the images.
+
+    Raises:
+        UserError: If the weights cannot be read or do not fit.
     """
     weights = read_init(config)
     if weights is not None and config.backbone.name != "custom":
@@ -163,7 +173,7 @@ def load_init(backbone: nn.Module, config: Config, weights: State | None = None)
     Args:
         backbone: The backbone.
         config: The config of the run.
-        weights: Result of ``read_init``, if it has been called before.
+        weights: Result of ``read_init``; None to call it here.
 
     Raises:
         UserError: If the weights cannot be read or do not fit.

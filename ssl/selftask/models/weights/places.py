@@ -101,7 +101,7 @@ class Saved:
         return self.weights
 
     def read(self) -> dict[str, Tensor]:
-        """Return the weights."""
+        """Return the backbone's weights, with adapters merged."""
         return backbone_state(self.state)
 
     def facts(self) -> dict[str, Any]:

@@ -83,9 +83,10 @@ def of_networks(checkpoint: Mapping[str, Any], name: str) -> bool:
 
 
 def read_backbone(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint, reading only the tensors of the backbone.
+    """Return the state of a checkpoint; of its tensors, only those of the backbone are read.
 
-    Raises UserError if the checkpoint is damaged.
+    Raises:
+        UserError: If the checkpoint is missing or damaged.
     """
     read = partial(store.load, wanted=of_backbone)
     with explained(f"{path}: is damaged", DamagedCheckpoint, OSError):

@@ -43,7 +43,8 @@ class Scores:
     Args:
         head: Features (N, E) -> scores (N, K).
         temperature: Temperature of the softmax, or epsilon of Sinkhorn-Knopp.
-        targets: How the method turns scores into probabilities.
+        targets: How the method turns scores into probabilities: ``softmax``, ``centering`` (softmax
+            after subtracting ``center``) or ``sinkhorn``.
         center: (K,), subtracted from the scores for ``centering``.
         power: For ``sinkhorn``: prototype k gets a share proportional to k ** -power; 0: equal
             shares.

@@ -15,7 +15,7 @@ from selftask.registry import register_optimizer
 @register_optimizer("adamw")
 @dataclass(frozen=True, kw_only=True)
 class AdamW(FieldArguments):
-    """torch.optim.AdamW."""
+    """torch.optim.AdamW; weight decay is decoupled from the gradient."""
 
     optimizer = torch.optim.AdamW
     options: ClassVar[dict[str, Any]] = {"fused": True}

@@ -1,4 +1,4 @@
-"""LARC, apex's variant of LARS, which also adapts and decays norms and biases.
+"""LARC, apex's variant of LARS, which also adapts norms and biases.
 
 You et al., Large Batch Training of Convolutional Networks, arXiv:1708.03888, equation 6.
 """

@@ -98,7 +98,7 @@ class LARSConfig(FieldArguments):
     trust_coefficient: float = setting(1e-3, above=0)
     """Trust coefficient, eta in the paper; SimCLR and BYOL use 1e-3, solo-learn's CIFAR 2e-2."""
     clip_lr: bool = False
-    """Whether to limit the rate to the global lr (LARC's clip mode)."""
+    """Whether to limit the effective rate of each weight to lr (LARC's clip mode)."""
     classic_momentum: bool = False
     """Whether lr multiplies the gradient (paper, SimCLR) instead of the velocity (BYOL)."""
     separate_norms: bool = False

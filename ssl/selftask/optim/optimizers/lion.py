@@ -47,9 +47,9 @@ class Lion(PerGroup):
 @register_optimizer("lion")
 @dataclass(frozen=True, kw_only=True)
 class LionConfig(FieldArguments):
-    """Lion; its lr is 3 to 10 times lower than AdamW's, its weight decay 3 to 10 times higher."""
+    """Lion; lr should be 3 to 10 times lower than for AdamW, weight decay 3 to 10 times higher."""
 
     optimizer = Lion
 
     betas: tuple[float, float] = setting((0.9, 0.99), of="schedules", min=0, below=1)
-    """Interpolation factor of the update, and decay of the momentum."""
+    """Interpolation factor beta1 of the update, and decay beta2 of the momentum."""

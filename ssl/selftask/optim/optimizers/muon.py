@@ -75,7 +75,7 @@ class Muon(torch.optim.Optimizer):
                 self._parts.append(kind(groups, **options))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states; AdamW's fused step needs its number of steps on the device."""
+        """Load the states, and move AdamW's step counts to the device, as its fused step needs."""
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
             if "step" in state:

@@ -14,7 +14,7 @@ from selftask.registry import register_optimizer
 @register_optimizer("rmsprop")
 @dataclass(frozen=True, kw_only=True)
 class RMSprop(FieldArguments):
-    """torch.optim.RMSprop."""
+    """torch.optim.RMSprop; gradients are divided by the root of their mean square."""
 
     optimizer = torch.optim.RMSprop
 

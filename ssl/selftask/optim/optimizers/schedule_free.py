@@ -126,7 +126,7 @@ class _Config(FieldArguments):
     """Weight of the average x in the point y at which gradients are computed; beta1 of AdamW."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        """Yield a problem if the learning rate decays, or if a hook also averages weights."""
+        """Yield a problem if the schedule is not constant, and if a hook also averages weights."""
         section = config["optimizer"]
         name = section["name"]
         key = "lr" if isinstance(section["lr"], dict) and "name" in section["lr"] else "schedule"

@@ -14,7 +14,7 @@ from selftask.registry import register_optimizer
 @register_optimizer("sgd")
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """torch.optim.SGD."""
+    """torch.optim.SGD, with momentum; weight decay is added to the gradient."""
 
     sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
     """Momentum of the gradients; 0: none."""

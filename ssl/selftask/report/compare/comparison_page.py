@@ -78,7 +78,6 @@ def read_comparison(
     ranking = sort or next(iter(comparison.metrics), "")
     if ranking:
         comparison.rank(ranking)
-    comparison.ranked_by = ranking
     return comparison
 
 

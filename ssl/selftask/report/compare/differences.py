@@ -29,7 +29,10 @@ def flat(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def identity(config: Mapping[str, Any]) -> str:
-    """Return a text that is equal for configs that differ only in seed and ``_PLACE`` keys."""
+    """Return a text that is equal for configs that differ in the seed only.
+
+    Keys that do not affect the result, such as ``out`` and ``launch.*``, are not compared.
+    """
     kept = {key: value for key, value in flat(config).items() if key != SEED and not _is_place(key)}
     return json.dumps(kept, sort_keys=True)
 
@@ -39,6 +42,7 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
     Keys that do not affect the result, such as ``out``, are omitted. If the name of a component
     differs (``optimizer.name``), settings that only some of the components have are also omitted.
+    Empty configs, which could not be read, are ignored.
     """
     texts = [flat(config) for config in configs if config]  # empty if it could not be read
     keys = list(dict.fromkeys(key for text in texts for key in text))

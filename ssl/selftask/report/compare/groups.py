@@ -80,7 +80,11 @@ class Group:
         return self._over([member.best(column) for member in self.counted])
 
     def cost(self, name: str) -> Interval | None:
-        """Return the mean of ``seconds``, ``images_per_s`` or ``memory``; None if no run has it."""
+        """Return the mean of a property of the runs; None if no run has it.
+
+        Args:
+            name: ``seconds``, ``images_per_s`` or ``memory`` of ``Member``.
+        """
         return self._over([getattr(member, name) for member in self.counted])
 
     def _over(self, values: Sequence[float | None]) -> Interval | None:
@@ -114,8 +118,9 @@ class Comparison:
     def rank(self, column: str) -> None:
         """Sort the groups and the runs in each by the last value of a column; number the groups.
 
-        The best is first.
+        The best is first. Groups and runs without a value are last.
         """
+        self.ranked_by = column
         sign = 1 if smallest_first(column) else -1
 
         def order(value: float | None) -> tuple[bool, float]:

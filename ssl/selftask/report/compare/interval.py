@@ -22,8 +22,9 @@ class Interval:
 def interval(values: Sequence[float]) -> Interval | None:
     """Return the mean and 95 % interval (Student's t) of finite values, or None if there are none.
 
-    The values, such as those of runs with different seeds, are assumed to be independent samples of
-    a normal distribution: mean +- t(0.975, n - 1) * s / sqrt(n).
+    The n values, such as those of runs with different seeds, are assumed to be independent samples
+    of a normal distribution. With their standard deviation s and the 97.5 % quantile t of Student's
+    distribution with n - 1 degrees of freedom, the interval is mean +- t * s / sqrt(n).
     """
     values = [value for value in values if math.isfinite(value)]
     if not values:

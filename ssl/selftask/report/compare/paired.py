@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from selftask.evaluate.figure import bootstrap_interval
 from selftask.evaluate.image_scores import unpacked_scores
 from selftask.files.received import TEXTS
-from selftask.report.compare.results import rows_of, settings_of
+from selftask.report.compare.results import settings_of
 from selftask.report.record import RunRecord
 
 SCORES = "image_scores"  # key of a row
@@ -61,7 +60,7 @@ def paired(records: Sequence[RunRecord], names: Sequence[str]) -> list[Pair]:
         records: The runs, best first.
         names: Name of each run.
     """
-    results = [dict(_results(record.folder)) for record in records]
+    results = [dict(_results(record)) for record in records]
     pairs = combinations(range(len(records)), 2)
     if len(records) > _MOST_RUNS:
         pairs = ((0, number) for number in range(1, len(records)))  # type: ignore[assignment]
@@ -78,9 +77,9 @@ def paired(records: Sequence[RunRecord], names: Sequence[str]) -> list[Pair]:
     return [pair for _, pair in sorted(made, key=lambda item: item[0])]
 
 
-def _results(folder: Path) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
+def _results(record: RunRecord) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
     """Yield (metric, digests, settings) and scores of each result of a run, newest last."""
-    for row in rows_of(folder):
+    for row in record.evaluations:
         packed = row.get(SCORES)
         if not isinstance(packed, dict) or not TEXTS.accepts(row.get("overrides")):
             continue

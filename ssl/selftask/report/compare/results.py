@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from selftask.errors import shorten
 from selftask.files.received import TEXTS, is_number
-from selftask.logs.drawn_rows import read_ends
 from selftask.report.compare.groups import Comparison
 from selftask.report.compare.tables import SORTABLE, Head
 from selftask.report.overview.table import Cell
 from selftask.report.page import render
 
-FILE = "evaluations.jsonl"  # in the run folder
 _PLACES = ("data", "import", "out", "prefix", "trust", "train", "weights")
 _FACTS = {"step", "train_images", "test_images", "classes", "chance", "patches", "size", "views"}
 _FACTS |= {"queries", "database", "dimensions"}
@@ -33,16 +30,11 @@ _HEADS = (
 )
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the results of a run, newest last; none if the file is missing or unreadable."""
-    try:
-        return read_ends(folder / FILE).rows
-    except OSError:
-        return []
-
-
 def settings_of(row: dict[str, Any]) -> list[str]:
-    """Return the overrides of a result that affect its metrics, sorted."""
+    """Return the overrides of a result that affect its metrics, sorted.
+
+    Those of the images and weights are left out, which are compared by their digests.
+    """
     words = row.get("overrides") if TEXTS.accepts(row.get("overrides")) else None
     return sorted(w for w in words or () if w.partition("=")[0].partition(".")[0] not in _PLACES)
 
@@ -67,7 +59,7 @@ class Result:
 
     @property
     def images(self) -> str:
-        """Beginning of the digest of each set of images."""
+        """Config key and beginning of the digest of each set of images; may be empty."""
         digests = self.row.get("data_digests")
         items = digests.items() if isinstance(digests, dict) else ()
         return ", ".join(f"{key} {str(digest)[:_DIGITS]}" for key, digest in items)
@@ -90,12 +82,13 @@ def _text(text: str) -> Cell:
 def results_table(comparison: Comparison) -> str:
     """Return the table of metrics that at least two runs have; empty if there are none.
 
-    Of equal evaluations of a run (metric, images, settings), only the newest is shown.
+    Of equal evaluations of a run (metric, images, settings), only the newest is shown. The table
+    has at most 300 rows.
     """
     newest = {
         (result.metric, result.run, result.images, *settings_of(result.row)): result
         for member in comparison.members
-        for result in _results(member.name, rows_of(member.record.folder))
+        for result in _results(member.name, member.record.evaluations)
     }
     runs: dict[str, set[str]] = {}
     for result in newest.values():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 from selftask.config.values.budget import show_bytes
 from selftask.errors import shorten
@@ -16,7 +14,7 @@ from selftask.report.compare.interval import Interval
 from selftask.report.header import state_badge
 from selftask.report.overview.durations import show_seconds
 from selftask.report.overview.table import Cell, smallest_first
-from selftask.report.page import render
+from selftask.report.page import relative_address, render
 from selftask.report.verdict import verdict_of
 
 MOST_COLUMNS = 12  # largest number of groups in the table of differences
@@ -114,7 +112,8 @@ def _results(group: Group, comparison: Comparison) -> list[Cell]:
 def differences_table(comparison: Comparison) -> str:
     """Return the table of keys in which the configs differ, with a column for each group.
 
-    It has the first 12 groups only, and is empty if there is one group or no difference.
+    It has the first 12 groups only. It is empty if there is one group, or if no key but the seed
+    differs.
     """
     keys = [key for key in comparison.keys if key != SEED]
     groups = comparison.groups[:MOST_COLUMNS]
@@ -128,11 +127,9 @@ def differences_table(comparison: Comparison) -> str:
 
 
 def report_link(folder: Path, member: Member) -> str:
-    """Return the address of a run's report relative to ``folder``, empty if there is none."""
+    """Return the URL of a run's ``report.html`` relative to ``folder``; empty if it is missing."""
     report = member.record.folder / "report.html"
-    if not report.is_file():
-        return ""
-    return quote(os.fsencode(os.path.relpath(report.resolve(), folder.resolve())))
+    return relative_address(report, folder) if report.is_file() else ""
 
 
 def _mean(
@@ -150,7 +147,7 @@ def _mean(
 
 
 def show_rate(rate: float) -> str:
-    """Format images per second, small rates with two digits."""
+    """Format images per second, rates below 10 with two significant digits."""
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 

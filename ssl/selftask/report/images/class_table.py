@@ -21,32 +21,36 @@ _MOST_IN_MATRIX = 20  # largest number of classes in a confusion matrix
 
 @dataclass(frozen=True)
 class ByClass:
-    """Confusion matrix (C, C) of the classes in ``labels`` (C,); rows are true classes."""
+    """Confusion matrix (C, C) of the classes in ``labels`` (C,); rows are true classes.
+
+    Every class has images.
+    """
 
     confusion: np.ndarray
     labels: np.ndarray
 
     @property
     def classes(self) -> np.ndarray:
-        """Indices of the classes that have images, lowest accuracy first."""
-        present = np.flatnonzero(self.confusion.sum(axis=1))
-        order = np.lexsort((present, self.accuracy[present]))
-        return np.asarray(present[order])
+        """Indices of the classes, lowest accuracy first."""
+        return np.argsort(self.accuracy, kind="stable")
 
     @property
     def accuracy(self) -> np.ndarray:
-        """Fraction of correct predictions for each class (C,); 0 for a class without images."""
-        return np.asarray(self.confusion.diagonal() / self.confusion.sum(axis=1).clip(min=1))
+        """Fraction of correct predictions for each class (C,)."""
+        return np.asarray(self.confusion.diagonal() / self.confusion.sum(axis=1))
 
     @property
     def overall(self) -> float:
         """Fraction of correct predictions for all images."""
-        return float(self.confusion.trace() / max(1, self.confusion.sum()))
+        return float(self.confusion.trace() / self.confusion.sum())
 
     def mistakes(self, number: int) -> list[tuple[int, int]]:
         """Return the classes wrongly predicted for class ``number``, the most frequent first.
 
-        Each is a pair of the predicted class and the number of images.
+        Each is a pair of the index of the predicted class and the number of images.
+
+        Args:
+            number: Index of the true class in ``labels``.
         """
         row = self.confusion[number].copy()
         row[number] = 0
@@ -56,6 +60,8 @@ class ByClass:
 
 def by_class(features: np.ndarray, labels: np.ndarray) -> ByClass:
     """Return the confusion matrix of k-NN; each image is classified by the other labeled images.
+
+    As in the evaluation ``knn``, 20 neighbors vote, or all others if there are fewer.
 
     Args:
         features: (N, E).

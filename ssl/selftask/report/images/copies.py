@@ -24,7 +24,7 @@ class Group(NamedTuple):
 
 
 def write_copies(path: Path, title: str, source: Source, copies: Sequence[Sequence[int]]) -> None:
-    """Write a page with at most 100 groups of equal images.
+    """Write a page with at most 100 groups of equal images, and 12 images of each.
 
     Args:
         path: The file to write.

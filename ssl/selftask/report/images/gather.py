@@ -56,7 +56,10 @@ class Gathered:
         return str(self.classes[label]) if label < len(self.classes) else str(label)
 
     def draw(self, count: int) -> Gathered:
-        """Return ``count`` random images in their order, or all of them if there are fewer."""
+        """Return ``count`` random images in their order, or all of them if there are fewer.
+
+        The choice is the same in each call.
+        """
         if count >= len(self):
             return self
         rows = np.sort(np.random.default_rng(0).permutation(len(self))[:count])
@@ -101,6 +104,10 @@ def gather(
         count: Number of images; all if there are fewer.
         device: Device on which features are computed.
         tell: Called with progress messages.
+
+    Raises:
+        UserError: If no image can be read, features are not finite, or the backbone does not accept
+            the size of the images.
     """
     part = {"count": min(count, len(source)), "seed": config.train.seed}
     chosen = subset_of(source, part if count < len(source) else None)

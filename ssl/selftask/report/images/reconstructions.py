@@ -32,7 +32,10 @@ def visualizes(method: str) -> bool:
 
 
 def reconstructions_of(config: Config, sources: Sources, checkpoint: Path) -> Section:
-    """Return the section with the method's images of the first samples of epoch 0.
+    """Return the report section "Masks and reconstructions".
+
+    It shows the images of ``Method.visualize`` for the first training samples of epoch 0, and is
+    empty if there are none. The network is built and loaded in a temporary run folder.
 
     Args:
         config: Config of the run.

@@ -16,10 +16,9 @@ from selftask.config.schema import Config
 from selftask.config.trust import refuse_addresses
 from selftask.data.fingerprint import differences, fingerprint
 from selftask.data.loading.open_data import Sources, open_received
-from selftask.data.reading.files import BadImage
 from selftask.distributed.device import pick_device
 from selftask.distributed.world import World
-from selftask.errors import UserError
+from selftask.errors import BadImage, UserError
 from selftask.files.received import read_bytes
 from selftask.files.yaml_file import read_yaml
 from selftask.models.weights.model_source import open_model

@@ -71,7 +71,11 @@ class Sprite:
         return -(-(self.side + 2 * GUTTER) // _BLOCK) * _BLOCK
 
     def css(self) -> str:
-        """Return the CSS that shows the sheet in elements of class ``name``; empty if no tiles."""
+        """Return the CSS that shows the sheet in elements of class ``name``; empty if no tiles.
+
+        Raises:
+            ValueError: If the sheet does not fit into ``budget``.
+        """
         if not self._pixels:
             return ""
         sheet = self._sheet()

@@ -18,7 +18,7 @@ _INSIDE = (
 
 @dataclass
 class Found:
-    """Run folders and submissions below a folder, sorted by name."""
+    """Run folders and submissions below a folder, in natural order of their names."""
 
     runs: list[Path] = field(default_factory=list)
     submissions: list[Path] = field(default_factory=list)  # folders with a slurm/jobs.json

@@ -1,6 +1,6 @@
 """Summary of a run in one line: state, progress and newest values, from the ends of its files.
 
-Does not import torch, and reads only a few kB of each run, so that a thousand runs take a second.
+Does not import torch, and reads only parts of large files, so that a thousand runs take seconds.
 """
 
 from __future__ import annotations
@@ -135,7 +135,10 @@ class _Rows:
 
 
 def _newest_rows(path: Path) -> _Rows:
-    """Return the newest value of each column among the last rows, with those of an evaluation."""
+    """Return the newest value of each column in the last 64 KiB of a ``metrics.jsonl``.
+
+    If there is no row of an evaluation, the last MiB is read.
+    """
     rows = _rows_of(last_lines(path, TAIL))
     return rows if rows.evaluations else _rows_of(last_lines(path, _LONG_TAIL))
 

@@ -18,7 +18,7 @@ from selftask.report.overview.run_line import RunLine
 
 STATES = (
     *("running", "finished", "interrupted", "requeued", "failed", "hung", "lost", "cancelled"),
-    *("pending", "not started", "unknown", "unreadable"),
+    *("pending", "suspended", "not started", "unknown", "unreadable"),
 )
 TEXTS = ("run", "method", "recipe", "state", "job")  # columns of texts; the others are numbers
 MOST_EVALUATIONS = 3  # number of evaluation columns without `columns=`
@@ -63,18 +63,22 @@ def cell(line: RunLine, column: str) -> Cell:
 
 
 def show_number(value: float) -> str:
-    """Format a number with four digits: ``0.8556``, ``17.27``, ``1,409``."""
+    """Format a number: ``0.8556``, ``17.27``, ``1,409``, ``2.31e+08``.
+
+    Floats below 1000 have four significant digits, larger ones no decimals, and those from 1e7 on
+    three significant digits. Integers are shown in full.
+    """
     if isinstance(value, float) and abs(value) >= 1000 and math.isfinite(value):
         return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def columns_of(lines: Iterable[RunLine], chosen: Sequence[str] = ()) -> list[str]:
-    """Return the columns of the table.
+    """Return the columns of the table: facts about the run, metrics, age and remaining time.
 
     Args:
         lines: The runs.
-        chosen: Columns of metrics; if empty, the loss, three evaluations and the throughput.
+        chosen: Columns of metrics; if empty, the loss, up to three evaluations and the throughput.
 
     Raises:
         UserError: If no run has a chosen column.
@@ -91,7 +95,13 @@ def columns_of(lines: Iterable[RunLine], chosen: Sequence[str] = ()) -> list[str
 
 
 def check_column(name: str, names: Iterable[str]) -> None:
-    """Raise UserError if there is no such column, unless ``names`` is empty."""
+    """Raise UserError if there is no such column.
+
+    Args:
+        name: Name of the column.
+        names: Columns of metrics that runs have. Without any, all names are accepted, since runs
+            may have just begun.
+    """
     every = {*names, *_FIXED}
     if every != set(_FIXED) and name not in every:
         raise UserError(f"no run has a column {name!r}; {nearest(name, every)}")
@@ -101,12 +111,13 @@ def with_states(lines: Iterable[RunLine], states: Sequence[str]) -> list[RunLine
     """Return the runs in one of the states, or all if none are given.
 
     Raises:
-        UserError: If there is no such state.
+        UserError: If a state is not one of ``STATES`` or of these runs, whose jobs may have others.
     """
     lines = list(lines)
+    known = list(dict.fromkeys([*STATES, *(s for line in lines for s in _plain(line.state))]))
     for state in states:
-        if state not in STATES:
-            raise UserError(f"state={state}: {nearest(state, STATES, show=len(STATES))}")
+        if state not in known:
+            raise UserError(f"state={state}: {nearest(state, known, show=len(known))}")
     return [line for line in lines if not states or _plain(line.state) & set(states)]
 
 
@@ -117,7 +128,7 @@ def count_states(lines: Iterable[RunLine]) -> str:
 
 
 def _plain(state: str) -> set[str]:
-    """Return the words of ``STATES`` in a state such as ``requeued, pending (priority)``."""
+    """Return the single states in a state such as ``requeued, pending (priority)``."""
     return {part.split(" (")[0].partition(":")[0].strip() for part in state.split(", ")}
 
 
@@ -171,7 +182,10 @@ def text_table(lines: Sequence[RunLine], columns: Sequence[str], width: int = 0)
 
 
 def as_json(line: RunLine) -> dict[str, Any]:
-    """Return a run as ``selftask runs --json`` prints it; columns as in ``metrics.jsonl``."""
+    """Return a run as ``selftask runs --json`` prints it: the fields of ``RunLine`` and ``share``.
+
+    Values that are not finite are left out.
+    """
     content = asdict(line)
     values = {name: v for name, v in content.pop("values").items() if math.isfinite(v)}
     return {

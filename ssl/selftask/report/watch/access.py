@@ -37,7 +37,7 @@ class Access:
 
     Args:
         host: The host that the server listens on.
-        token: Secret that a reader must send, or None on loopback.
+        token: Secret that a reader must send; None if none is needed, as on loopback.
     """
 
     host: str

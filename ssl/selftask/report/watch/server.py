@@ -50,7 +50,7 @@ class Server(ThreadingHTTPServer):
 
 
 def open_server(site: Site, access: Access, port: int) -> Server:
-    """Return a server that listens on the port, or on the next free one.
+    """Return a server that listens on the port, or on the first free one of the next 19.
 
     Args:
         site: Runs and files to show.
@@ -91,13 +91,10 @@ class Handler(BaseHTTPRequestHandler):
         elif not access.knows_reader(self.headers.get("Cookie", "")):
             self._plain(403, "open the address with ?token=... that selftask watch printed")
         else:
-            self._try_to_answer(query)
-
-    def _try_to_answer(self, query: dict[str, list[str]]) -> None:
-        try:
-            self._answer(query)
-        except UserError as error:
-            self._plain(404, str(error) or "not found")
+            try:
+                self._answer(query)
+            except UserError as error:
+                self._plain(404, str(error) or "not found")
 
     def _answer(self, query: dict[str, list[str]]) -> None:
         site = self.server.site

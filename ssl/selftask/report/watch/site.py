@@ -98,7 +98,7 @@ class Site:
         return read()
 
     def open_file(self, name: str, parts: Sequence[str]) -> BinaryIO:
-        """Open a text file, checkpoint or export of a run.
+        """Open a text file, checkpoint or export of a run for reading bytes.
 
         Raises:
             NotThere: For other paths, or if the file cannot be read.

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 
 
 def is_features(address: str) -> bool:
-    """Return whether the address is a file or folder of features, even an incomplete folder."""
+    """Return whether an address ends with ``.npy``, or is a folder of ``selftask features``.
+
+    Such a folder has ``features.npy`` or ``images.csv``.
+    """
     path = expand_user(address)
     return path.suffix == ".npy" or any(exists(path / n) for n in ("features.npy", "images.csv"))
 
 
 def evaluate_files(name: str, address: str, words: list[str]) -> dict[str, float]:
-    """Return the metrics of one evaluation of features in files.
+    """Return the metrics of one evaluation of features in files, and the numbers of images.
 
     Args:
         name: Name of the evaluation.
@@ -69,7 +72,10 @@ def evaluate_files(name: str, address: str, words: list[str]) -> dict[str, float
 
 
 def _renumbered(test: FileFeatures, names: list[str], classes: list[str]) -> FileFeatures:
-    """Give test images the class numbers of the training set, by the names of the classes."""
+    """Give test images the class numbers of the training set, by the names of the classes.
+
+    Without names they stay as they are. Raises UserError for a class that the training set lacks.
+    """
     if not names or not classes or names == classes:
         return test
     for name in names:

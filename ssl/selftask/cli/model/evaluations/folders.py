@@ -7,7 +7,7 @@ from selftask.errors import UserError
 
 
 def take_folders(words: list[str], second: str, example: str) -> tuple[dict[str, str], list[str]]:
-    """Return the folders of ``data`` and ``data.val``, and the words extended to open their images.
+    """Return the folders of ``data`` and ``data.val`` by key, and words that open their images.
 
     Args:
         words: ``key=value`` words of the command.

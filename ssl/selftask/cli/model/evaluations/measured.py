@@ -32,6 +32,9 @@ def print_measured(
         kind: Class of the options.
         measure: Function that computes the metrics; see ``on_all_ranks``.
         open_model: Opens the model at an address; see ``open_named``.
+
+    Returns:
+        The exit code, 0.
     """
     address, overrides = take_model(name, argv, usage)
     options, words = take_options(name, overrides, kind)
@@ -51,8 +54,9 @@ def on_all_ranks(frozen: Frozen, measure: Callable[..., T], *args: Any) -> T:
 
     Args:
         frozen: The model.
-        measure: Called with the backbone, its config, ``args``, ``device`` and ``tell``.
-        args: Additional arguments.
+        measure: Called with the backbone, its config, ``args``, and the keywords ``device`` and
+            ``tell``, a function that takes log lines.
+        *args: Additional arguments.
     """
     from selftask.evaluate.on_ranks import connected
 

@@ -93,7 +93,7 @@ def _open(address: str, words: list[str]) -> tuple[Frozen, str]:
 
 
 def _tokens(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
-    """Return the token ids (T, L) of texts."""
+    """Return the token ids (T, L) of T texts; L is the length that the tokenizer gives them."""
     import numpy as np
     import torch
 

@@ -40,9 +40,10 @@ class BatchedGaussianBlur(UniformOperation):
 
 
 def half_kernels(sigma: np.ndarray, radius: int) -> np.ndarray:
-    """Return Gaussian weights at distances of 0 to ``radius`` pixels, (B, radius + 1).
+    """Return Gaussian weights at distances of 0 to ``radius`` pixels, float64 (B, radius + 1).
 
-    Kernels are truncated like those of OpenCV for 8-bit images.
+    The weights of a whole kernel, on both sides, sum to 1. Kernels are truncated like those of
+    OpenCV for 8-bit images.
 
     Args:
         sigma: Standard deviations in pixels, (B,).

@@ -43,7 +43,7 @@ class BatchedSolarize(UniformOperation):
 
 
 def luma(values: Tensor) -> Tensor:
-    """Return the luma (B, 1, H, W) of (B, C, H, W), not rounded; the mean if C is not 3."""
+    """Return the luma (B, 1, H, W) of (B, C, H, W), not rounded; the channel mean if C is not 3."""
     if values.shape[1] != len(LUMA):
         return values.mean(1, keepdim=True)
     red, green, blue = values.split(1, 1)

@@ -69,13 +69,13 @@ class BatchedRandomCrop(UniformOperation):
 def first_fits(
     streams: Streams, sizes: np.ndarray, rows: np.ndarray, attempt: Attempt, boxes: np.ndarray
 ) -> None:
-    """Batched ``boxes.first_fit`` for some images of a batch.
+    """Draw the first random box that fits, like ``boxes.first_fit``, for images of a batch.
 
     Args:
         streams: Random streams of all images.
         sizes: Height and width of all images, int64 (B, 2).
         rows: Indices of the images that get a box, int64 (R,).
-        attempt: Function that computes boxes from uniforms.
+        attempt: Function that computes boxes from uniforms; see ``boxes.Attempt``.
         boxes: Result, float64 (B, 4). The row of an image is overwritten if a box fits.
     """
     for _ in range(TRIES):

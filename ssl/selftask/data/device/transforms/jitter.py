@@ -1,9 +1,10 @@
 """Batched color jitter, with factors and order of each image; clips after each operation.
 
-Brightness, contrast and saturation share one formula: x * gain + luma(x) * a + mean(luma) * b. The
-jitter of an image is up to three such steps, the hue shift, and up to three more steps. An image
-with fewer steps, or without jitter, is left exactly unchanged by the remaining steps. The hue shift
-is expensive, so it is done only once, for all images together.
+Brightness, contrast and saturation share one formula: x * gain + luma(x) * a + mean(luma) * b, with
+pixels x and the three weights gain, a and b of a step. The jitter of an image is up to three such
+steps, the hue shift, and up to three more steps. An image with fewer steps, or without jitter, is
+left exactly unchanged by the remaining steps. The hue shift is expensive, so it is done only once,
+for all images together.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def adjust(values: Tensor, step: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a weighted sum of images, their luma and their mean luma, rounded and clipped.
 
     Args:
-        values: (B, C, H, W).
+        values: float32 (B, C, H, W) in 0..255.
         step: Weights of the image, its luma and its mean luma, (B, 3).
         out: Destination, which may be ``values``.
     """
@@ -83,11 +84,13 @@ def adjust(values: Tensor, step: Tensor, out: Tensor | None = None) -> Tensor:
 def turn_hue(values: Tensor, shift: Tensor) -> Tensor:
     """Shift the hue of images (B, 3, H, W).
 
-    With hue h in 0..6, a channel is min + range * w(d), d being the distance on the circle between
-    h and the channel's own color (0, 2, 4). The weight w is 1 up to d = 1, and 0 from d = 2.
+    Let m be the smallest of a pixel's three values, r their range, and h its hue, on a circle of
+    length 6. A channel is then m + r * w(d), with the distance d on the circle from h to the
+    channel's own color (red 0, green 2, blue 4). The weight w(d) is 1 up to d = 1, 0 from d = 2,
+    and linear in between.
 
     Args:
-        values: Images in whole levels, (B, 3, H, W).
+        values: Images in whole levels 0..255, float32 (B, 3, H, W).
         shift: Shift of the hue minus the color of each channel, in -5..1, (B, 3).
     """
     red, green, blue = values.split(1, 1)

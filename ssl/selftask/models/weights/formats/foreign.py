@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,13 @@ from selftask.models.weights.export import portable_state, write_whole
 from selftask.models.weights.layouts import Layout, Rename
 
 FILES = {"detectron2": "detectron2.pkl", "vissl": "vissl.torch"}
+
+_NORM = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
+_TORCHVISION = re.compile(
+    rf"(layer[1-4]\.\d+\.)?(conv[123]\.weight|bn[123]\.{_NORM})"
+    rf"|layer[1-4]\.\d+\.downsample\.(0\.weight|1\.{_NORM})"
+)
+"""Names of a ResNet's tensors; deep stems, average pools before a shortcut and others have more."""
 
 _RENAMES: tuple[Rename, ...] = (  # as in MoCo's convert-pretrain-to-detectron2.py
     (r"^(?=conv1|bn1)", "stem."),
@@ -27,10 +35,13 @@ _TO_DETECTRON2 = Layout("detectron2", "", renames=_RENAMES)
 
 def check_foreign(backbone: nn.Module, layout: str) -> None:
     """Raise UserError unless a backbone is a ResNet with torchvision's names."""
-    if "layer4.0.conv1.weight" not in backbone.state_dict():
+    state = portable_state(backbone)
+    others = [key for key in state if not _TORCHVISION.fullmatch(key)]
+    if others or "layer4.0.conv1.weight" not in state:
+        reason = f", which has {others[0]!r}" if others else ""
         raise UserError(
             f"export: --to {layout} is for ResNets with torchvision's names, and not for a "
-            f"{type(backbone).__name__}; --to safetensors writes any backbone"
+            f"{type(backbone).__name__}{reason}; --to safetensors writes any backbone"
         )
 
 

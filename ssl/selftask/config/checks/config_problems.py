@@ -1,4 +1,4 @@
-"""All checks of a config whose values have valid types, above all of contradictions in it."""
+"""All checks of a config whose values have valid types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selftask.config.checks.components import component_problems, hook_problems
 from selftask.config.checks.grid import patch_problems
 from selftask.config.checks.locations import location_problems
 from selftask.config.checks.optimizer import optimizer_problems
-from selftask.config.checks.requirements import requirement_problems
+from selftask.config.checks.requirements import label_free, requirement_problems
 from selftask.config.checks.sbatch import sbatch_problems
 from selftask.config.checks.views import view_problems
 from selftask.config.keys import Problem
@@ -35,14 +35,23 @@ def _length(config: Config) -> Iterator[Problem]:
 
 
 def _validation(config: Config) -> Iterator[Problem]:
-    """Yield problems of ``data.val_sets`` and ``eval.loss``."""
+    """Yield problems of ``data.val_sets``, ``eval.loss`` and the labels of evaluations."""
     data = config.data
     for name in data.val_sets:
         if not re.fullmatch(r"[\w.-]+", name):
             text = f"data.val_sets: the name {name!r} may have letters, digits and ._- only"
             yield ("data", "val_sets", name), text
-    if config.eval.loss and data.val is None and not data.val_sets:
+    has_val = data.val is not None or bool(data.val_sets)
+    if config.eval.loss and not has_val:
         yield _named("eval.loss=true: data.val is null; give the images to take it of")
+    every = config.eval.evaluations
+    learning = [name for name in every if name not in label_free(every)]
+    if data.relabel in ("index", "zero") and has_val and learning:
+        yield _named(
+            f"data.relabel={data.relabel!r} replaces the labels of which eval.evaluations "
+            f"({', '.join(learning)}) learn, but not those of data.val; set it to no, or leave "
+            "these evaluations out"
+        )
 
 
 def _batch(config: Config) -> Iterator[Problem]:
@@ -56,7 +65,7 @@ def _batch(config: Config) -> Iterator[Problem]:
 
 
 def _engine(config: Config) -> Iterator[Problem]:
-    """Yield problems of options that ``data.augment_on`` does not support."""
+    """Yield problems of options of ``data`` that do not work with ``data.augment_on=cpu``."""
     data = config.data
     if data.augment_on == "device":
         return
@@ -153,7 +162,7 @@ def _device(config: Config) -> Iterator[Problem]:
 
 
 def _compiler(config: Config) -> Iterator[Problem]:
-    """Yield problems of compilation."""
+    """Yield problems of ``train.compile``, and of a missing compiler."""
     train = config.train
     if train.compile == "step":
         yield _named(
@@ -217,13 +226,13 @@ _OF_VALUES: tuple[Check, ...] = (
 _OF_MACHINE: tuple[Check, ...] = (hook_problems, location_problems)
 
 
-def contradictions(config: Config, *, is_trained: bool = True) -> list[Problem]:
+def config_problems(config: Config, *, is_trained: bool = True) -> list[Problem]:
     """Return key and text of each problem of a config whose values have valid types.
 
     Args:
         config: The config.
-        is_trained: Whether a run will train with it. If not, files that it names and packages
-            that its hooks need are not looked for.
+        is_trained: Whether a run will train with it. If not, its hooks are not checked, and files
+            that it names are not looked for.
     """
     checks = _OF_VALUES + (_OF_MACHINE if is_trained else ())
     return [problem for check in checks for problem in check(config)]
