@@ -47,10 +47,11 @@ def _validation(config: Config) -> Iterator[Problem]:
     every = config.eval.evaluations
     learning = [name for name in every if name not in label_free(every)]
     if data.relabel in ("index", "zero") and has_val and learning:
+        without = " ".join(f"eval.evaluations.{name}=null" for name in learning)
         yield _named(
             f"data.relabel={data.relabel!r} replaces the labels of which eval.evaluations "
-            f"({', '.join(learning)}) learn, but not those of data.val; set it to no, or leave "
-            "these evaluations out"
+            f"({', '.join(learning)}) learn, but not those of data.val; set it to no, or take "
+            f"them out: {without}"
         )
 
 
