@@ -209,6 +209,8 @@ def test_unsuitable_methods_and_sizes_are_refused(tmp_path: Path) -> None:
             load_config(f"{method}/digits", ["train.step=grad_cache", *more])
     with pytest.raises(ConfigError, match=r"train\.step='manual' has no mixed precision"):
         load_config("simclr/digits", ["train.step=manual", "train.precision=bfloat16"])
+    with pytest.raises(ConfigError, match=r"train\.grad_scaler\.enabled=true has no effect"):
+        load_config("simclr/digits", ["train.step=manual", "train.grad_scaler.enabled=true"])
     with pytest.raises(ConfigError, match=r"train\.accumulate=2 has no effect"):
         load_config("simclr/digits", ["train.step=manual", "train.accumulate=2"])
 

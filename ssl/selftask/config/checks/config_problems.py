@@ -155,6 +155,11 @@ def _device(config: Config) -> Iterator[Problem]:
         yield _named(
             f"train.step='manual' has no mixed precision ({train.precision}); use standard"
         )
+    if train.grad_scaler.enabled and train.step.name == "manual":
+        yield _named(
+            "train.grad_scaler.enabled=true has no effect with train.step='manual', which does "
+            "not scale the loss; use standard"
+        )
     if train.deterministic and train.cudnn_benchmark:
         yield _named(
             "train.cudnn_benchmark chooses algorithms by their time, which differs from run to "
