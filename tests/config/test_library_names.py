@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from selftask.config import library_names
 from selftask.config.library_names import check_name
-from selftask.errors import UserError
+from selftask.config.load import load_config
+from selftask.errors import ConfigError, UserError
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
@@ -23,3 +26,15 @@ def test_names_of_timm_are_read_as_timm_reads_them(monkeypatch: pytest.MonkeyPat
         check_name("timm", name)
     with pytest.raises(UserError, match=r"no model named 'resnet81'; did you mean 'resnet18'\?"):
         check_name("timm", "resnet81")
+
+
+@pytest.mark.parametrize(
+    ("short", "keys"),
+    [
+        ("timm:resnet18", "backbone.name=timm backbone.model=resnet18"),
+        ("my_net.py:Net", "backbone.name=custom backbone.model=my_net.py:Net"),
+    ],
+)
+def test_short_form_is_no_name_of_a_backbone(short: str, keys: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"write it as two keys: {keys}")):
+        load_config("simclr/digits", [f"backbone={{name: '{short}', image_channels: 1}}"])

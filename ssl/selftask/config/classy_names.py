@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
+from selftask.config.library_names import split_address
 from selftask.config.torch_names import is_torch_name
 from selftask.errors import close_name, nearest
 
@@ -42,6 +43,12 @@ def guest_problem(kind: str, name: str, registered: Iterable[str]) -> str | None
         from selftask import classy
 
         return classy.refusal(name) if kind == "hook" else None
+    if kind == "backbone" and ":" in name:
+        library, model = split_address(name)
+        return (
+            f"no backbone named {name!r}; write it as two keys: "
+            f"backbone.name={library or 'custom'} backbone.model={model}"
+        )
     hint = nearest(name, registered)
     if close_name(name, registered) is None:
         hint += f"; your own needs import=[ITS_MODULE], with @register_{kind}({name!r}) in it"
