@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from small_student import ON_CPU, Student, data, reduction, whole
 from torch import Tensor, nn
 
+from selftask.hooks.failures.non_finite import NonFiniteLoss, check_weights
 from selftask.optim.gradients import clip_adaptively, clip_norm, clip_value, gradients
 from selftask.optim.optimizers.lamb import LAMB
 from selftask.optim.optimizers.larc import LARC
@@ -134,4 +136,30 @@ def test_an_abandoned_step_leaves_no_gradient(rank_results: list[dict[str, Any]]
             assert all(map(torch.equal, before, after))
 
 
-ON_RANKS = (optimizers, low_precision, abandoned)
+def one_bad_shard(rank: int) -> str:
+    """What the check before a save says if one shard, on rank 1 alone, is not finite."""
+    network = Narrow(norm=True)
+    sharing = FSDPReduction(low_precision=None)
+    sharing.shard([network], ON_CPU)
+    if rank == 1:
+        network.linear.weight.to_local().data[-1, -1] = torch.nan
+    task: Any = SimpleNamespace(
+        trained=[("network", network)],
+        device=torch.device("cpu"),
+        steps_done=3,
+        optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
+    )
+    with pytest.raises(NonFiniteLoss) as error:
+        check_weights(task)
+    return str(error.value)
+
+
+def test_all_ranks_refuse_to_save_if_one_shard_is_not_finite(
+    rank_results: list[dict[str, Any]],
+) -> None:
+    first, second = (of_rank["one_bad_shard"] for of_rank in rank_results)
+    assert first.startswith("weights are not finite after step 3; lr was 0.1")
+    assert second.startswith("weights are not finite after step 3: network.linear.weight; lr was")
+
+
+ON_RANKS = (optimizers, low_precision, abandoned, one_bad_shard)
