@@ -309,3 +309,9 @@ def test_simmims_crops_are_bilinear_and_its_networks_as_published(recipe: str) -
     swin = recipe == "simmim/swin_base_imagenet"
     assert args["drop_path_rate"] == (0.0 if swin else 0.1)
     assert args.get("init_values") == (None if swin else 0.1)
+
+
+def test_mixmims_swin_has_no_stochastic_depth() -> None:
+    """mixmim_base in models_mixmim.py; timm's Swin has a rate of 0.1 by default."""
+    backbone = load_config("mixmim/swin_base_imagenet", []).backbone
+    assert backbone.args["args"]["drop_path_rate"] == 0.0
