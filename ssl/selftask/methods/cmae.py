@@ -56,6 +56,9 @@ class CMAE(MAE, EMATeacher):
 
     Differs from the authors' code:
 
+    * Masked patches are drawn one by one; in the authors' code, in squares of 2 x 2 patches.
+    * The teacher's features are normalized by the backbone's last norm; in the authors' code they
+      are not.
     * The feature decoder has the initial weights of MAE's decoder.
     """
 

@@ -34,7 +34,8 @@ class SupCon(BatchContrast):
     Loss: ``-mean_p ln softmax(z.z_p/tau)`` of a view z, over the views z_p of images of the same
     class (eq. 2).
 
-    Published: CIFAR-10 top-1 of ResNet-50 96.0, ImageNet 79.1 (authors' README).
+    Published: CIFAR-10 top-1 of ResNet-50 96.0; ImageNet 79.1 with the momentum encoder of
+    MoCo, which is not part of this method (authors' README).
 
     Use it if all or many images have labels.
 
