@@ -315,3 +315,8 @@ def test_mixmims_swin_has_no_stochastic_depth() -> None:
     """mixmim_base in models_mixmim.py; timm's Swin has a rate of 0.1 by default."""
     backbone = load_config("mixmim/swin_base_imagenet", []).backbone
     assert backbone.args["args"]["drop_path_rate"] == 0.0
+
+
+def test_data2vec2s_class_token_decays() -> None:
+    """data2vec2.py has no decay of biases and of what has one dimension; tokens have three."""
+    assert load_config("data2vec2/vit_base_imagenet", []).optimizer.decay_tokens
