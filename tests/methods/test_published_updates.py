@@ -90,6 +90,7 @@ def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) ->
         ("spark/resnet50_imagenet", "all", False),  # --sbn, by default
         ("pixpro/resnet50_imagenet", "all", True),  # contrast/models/PixPro.py, resnet.py
         ("zerocl/resnet50_imagenet", "all", True),  # main.py
+        ("obow/resnet50_imagenet", "all", False),  # main_obow.py
         ("dcl/resnet50_imagenet", "all", False),  # lightly's main.py
     ],
 )
@@ -97,6 +98,11 @@ def test_batch_norm_is_that_of_the_published_run(recipe: str, sync: str, zero_in
     config = load(recipe, [])
     assert config.parallel.sync_batch_norm == sync
     assert config.backbone.args["zero_init_residual"] == zero_init
+
+
+def test_batch_norm_of_cmaes_heads_is_synchronized() -> None:
+    """The default of nonlinear_neck.py."""
+    assert load("cmae/vit_base_imagenet", []).parallel.sync_batch_norm == "all"
 
 
 @pytest.mark.parametrize("recipe", ["supcon/resnet50_imagenet", "zerocl/resnet50_imagenet"])
