@@ -36,6 +36,14 @@ class DBOT(KeptPatches):
 
     Use it in place of ``mae`` if features, not pixels, are to be predicted and no trained teacher
     exists.
+
+    Differs from the authors' code:
+
+    * The teacher's features are also normalized by its last norm; in the authors' code they come
+      from its last block.
+    * The first teacher has random weights of its own; in the authors' code, the student's initial
+      weights.
+    * The decoder has no stochastic depth; in the authors' code it has the rate of the backbone.
     """
 
     paper = "Liu et al., Exploring Target Representations for Masked Autoencoders, ICLR 2024"
