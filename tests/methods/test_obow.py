@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from figures import draw
 from minitask import MiniTask, loss_of
+from selftask.batch import Batch
 from selftask.errors import UserError
 from selftask.methods.obow import (
     OBoW,
@@ -97,15 +98,33 @@ def _task() -> MiniTask:
 
 def test_the_loss_is_that_of_each_word_and_level() -> None:
     method = _task().loss
-    output = draw(0, 2, 3, 16)
+    output = draw(0, 3, 3, 16)
     bags = [draw(1 + level, 3, 10).softmax(dim=1) for level in range(3)]
-    expected = 0.0
+    terms = torch.zeros(3, dtype=torch.float64)  # of each view
     for level, bag in enumerate(bags):
         weight = _generated(method.generators[level], method.vocabularies[level].rows)
         probs = (8 * torch.einsum("vbe,ke->vbk", output, weight)).exp()
         probs = probs / probs.sum(dim=2, keepdim=True)
-        expected += (bag * (bag / probs).log()).sum().item() / 6 / 3
-    assert loss_of(method, output, bags=bags).item() == pytest.approx(expected, rel=1e-9)
+        terms += (bag * (bag / probs).log()).sum(dim=(1, 2)) / 3 / 3
+    for by_size, expected in [
+        ([[0, 1, 2]], terms.mean()),
+        ([[0, 2], [1]], (terms[0] + terms[2]) / 2 + terms[1]),  # builder_obow.py adds sizes
+    ]:
+        loss = loss_of(method, output, bags=bags, by_size=by_size)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_views_of_one_size_share_a_mean() -> None:
+    batch = Batch(
+        views={"all": [torch.zeros(2, 3, size, size) for size in (8, 6, 4, 6, 4)]},
+        labels=torch.zeros(2),
+        index=torch.zeros(2),
+        key=torch.zeros(2, 2),
+    )
+    task = _task()
+    task.loss.prepare_batch(batch, task)
+    assert batch["by_size"] == [[0, 2], [1, 3]]
+    assert len(batch.input) == 4
 
 
 def _generated(generator: nn.Module, words: Tensor) -> Tensor:

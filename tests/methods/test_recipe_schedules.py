@@ -320,3 +320,8 @@ def test_mixmims_swin_has_no_stochastic_depth() -> None:
 def test_data2vec2s_class_token_decays() -> None:
     """data2vec2.py has no decay of biases and of what has one dimension; tokens have three."""
     assert load_config("data2vec2/vit_base_imagenet", []).optimizer.decay_tokens
+
+
+def test_obows_word_generator_is_twice_as_wide_as_the_network() -> None:
+    """num_channels_hidden in builder_obow.py, of 2048 channels."""
+    assert load_config("obow/resnet50_imagenet", []).method.args["hidden_dim"] == 2 * 2048

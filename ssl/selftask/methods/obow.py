@@ -39,7 +39,7 @@ class OBoW(EMATeacher):
     the other views. The words are the teacher's features of the latest images.
 
     Loss: ``KL(bag || softmax(kappa s.g(words)))`` of the student's features s and an MLP g, mean
-    over levels.
+    over levels, images and crops of one size; sizes are added.
 
     Use it for convolutional networks, with small crops as the student's views.
     """
@@ -66,6 +66,8 @@ class OBoW(EMATeacher):
         """
         kappa: float = setting(8.0, above=0)
         """Factor of the scores of words, an inverse temperature."""
+        hidden_dim: int | None = setting(None, min=1, tiny=32)
+        """Width of the hidden layer of the MLP g; null: the width of the backbone."""
 
     distances: Tensor
 
@@ -87,8 +89,10 @@ class OBoW(EMATeacher):
         for vocabulary in vocabularies:
             vocabulary.rows.normal_().clamp_(min=0)  # as features after a ReLU
         self.vocabularies: Any = nn.ModuleList(vocabularies)
+        width = embed_dim(backbone)
+        hidden = self.config.hidden_dim or width
         self.generators = nn.ModuleList(
-            word_generator(level.width, embed_dim(backbone)) for level in levels
+            word_generator(level.width, hidden, width) for level in levels
         )
         return super().build_network(backbone, task)
 
@@ -100,8 +104,15 @@ class OBoW(EMATeacher):
         return uniform(seed, key, len(self.layers))
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Use the first view for the teacher and the others for the student."""
+        """Use the first view for the teacher and the others for the student.
+
+        Set ``batch["by_size"]``, a list of the student's view numbers for each size.
+        """
         batch.input = batch.all_views[1:]
+        by_size: dict[torch.Size, list[int]] = {}
+        for number, view in enumerate(batch.input):
+            by_size.setdefault(view.shape, []).append(number)
+        batch["by_size"] = [*by_size.values()]
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
@@ -131,12 +142,16 @@ class OBoW(EMATeacher):
 
     @in_full_precision
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the divergence of ``output`` (V, B, E) from the bags, averaged over levels."""
+        """Return the divergence of ``output`` (V, B, E) from the bags, averaged over levels.
+
+        It is averaged over views of one size, and added over sizes.
+        """
         losses = []
         for level, bags in enumerate(batch["bags"]):
             weight = self.generators[level](self.vocabularies[level].rows)  # (K, E)
-            losses.append(bag_divergence(self.config.kappa * F.linear(output, weight), bags))
-        return torch.stack(losses).mean()
+            scores = self.config.kappa * F.linear(output, weight)
+            losses += [bag_divergence(scores[views], bags) for views in batch["by_size"]]
+        return torch.stack(losses).sum() / len(batch["bags"])
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
@@ -148,7 +163,7 @@ class OBoW(EMATeacher):
                 vocabulary.update(rows)
 
 
-def word_generator(channels: int, embed_dim: int) -> nn.Module:
+def word_generator(channels: int, hidden_dim: int, embed_dim: int) -> nn.Module:
     """Build the MLP g, which turns words (K, C) into the weights (K, E) of their scores.
 
     Its BatchNorm normalizes over the words, and has no running statistics.
@@ -157,7 +172,9 @@ def word_generator(channels: int, embed_dim: int) -> nn.Module:
     def norm(width: int) -> nn.Module:
         return nn.BatchNorm1d(width, track_running_stats=False)
 
-    return nn.Sequential(UnitLength(), mlp(channels, embed_dim, embed_dim, norm=norm), UnitLength())
+    return nn.Sequential(
+        UnitLength(), mlp(channels, hidden_dim, embed_dim, norm=norm), UnitLength()
+    )
 
 
 def inner_cells(features: Tensor) -> Tensor:
