@@ -146,7 +146,7 @@ class OBoW(EMATeacher):
 
         It is averaged over views of one size, and added over sizes.
         """
-        losses = []
+        losses: list[Tensor] = []
         for level, bags in enumerate(batch["bags"]):
             weight = self.generators[level](self.vocabularies[level].rows)  # (K, E)
             scores = self.config.kappa * F.linear(output, weight)
