@@ -37,6 +37,7 @@ class SEED(QueueDistillation):
 
     * The teacher's features are those of its backbone; in the authors' code, of its projection
       head.
+    * The teacher's temperature is 0.01, as in the paper; in the authors' code 1e-4 by default.
     """
 
     paper = "Fang et al., SEED: Self-supervised Distillation For Visual Representation, ICLR 2021"
