@@ -3,7 +3,7 @@
 selftask uses Classy's interfaces of task, hook, meter and optimizer, its parameter schedulers and
 its losses. Hooks, meters, optimizers, schedules and losses that are registered with Classy work in
 a selftask config as ``classy:NAME``, or by their bare name once an ``import:`` module has
-registered them. ``INSTEAD`` lists hooks that do not work.
+registered them. ``INSTEAD`` and ``UNUSABLE`` list those that do not work.
 
 selftask does not use Classy's models, which fail under compile, its ``all_reduce_mean``, which
 overwrites its input, or its checkpoint files.
@@ -189,6 +189,14 @@ INSTEAD = {
 }
 """Classy's hooks that do not work with a selftask Task, with the reason and a replacement."""
 
+UNUSABLE = {
+    ("optimizer", "adamw_mt"): "it needs torch.optim._multi_tensor, which torch has removed; "
+    "optimizer.name=adamw is as fast",
+    ("optimizer", "zero"): "it needs fairscale; parallel.reduce=fsdp shards the optimizer state",
+    ("meter", "video_accuracy"): "it needs clips of videos; use meters.NAME={name: accuracy}",
+}
+"""Kind and name of other parts of Classy that do not work, with the reason and a replacement."""
+
 _NEEDS = {
     "progress_bar": ("progressbar", "progressbar2"),
     "tensorboard_plot": ("tensorboard", "tensorboard"),
@@ -196,18 +204,20 @@ _NEEDS = {
 }  # hook -> module, package
 
 
-def refusal(name: str) -> str | None:
-    """Return why a hook of Classy does not work here, or None if no reason is known.
+def refusal(kind: str, name: str) -> str | None:
+    """Return why a part of Classy does not work here, or None if no reason is known.
 
-    A reason is also a package that the hook needs and that is not installed.
+    A reason is also a package that a hook needs and that is not installed.
 
     Args:
+        kind: ``hook``, ``meter``, ``optimizer`` or ``schedule``.
         name: Its name in Classy, with or without the prefix ``classy:``.
     """
     bare = name.removeprefix("classy:")
-    if bare in INSTEAD:
-        return f"Classy Vision's hook {bare!r} does not work here: {INSTEAD[bare]}"
-    module, package = _NEEDS.get(bare, ("", ""))
+    reason = INSTEAD.get(bare) if kind == "hook" else UNUSABLE.get((kind, bare))
+    if reason:
+        return f"Classy Vision's {kind} {bare!r} does not work here: {reason}"
+    module, package = _NEEDS.get(bare, ("", "")) if kind == "hook" else ("", "")
     if module and importlib.util.find_spec(module) is None:
         return f"Classy Vision's hook {bare!r} needs {package}: pip install {package}"
     return None

@@ -153,6 +153,16 @@ def test_every_hook_works_or_is_refused_with_what_to_use() -> None:
             load_config("simclr/digits", [f"hooks.classy:{name}={{}}"])
 
 
+@pytest.mark.parametrize(("kind", "name"), classy.UNUSABLE)
+def test_other_parts_that_cannot_work_are_refused_with_what_to_use(kind: str, name: str) -> None:
+    assert name in classy.names(kind)
+    assert f"`{name}`" in (tiny.ROOT / "docs/classy.md").read_text()
+    key = "optimizer" if kind == "optimizer" else "meters.theirs"
+    section = f"{key}={{name: 'classy:{name}'}}"
+    with pytest.raises(ConfigError, match=f"{kind} '{name}' does not work here: "):
+        load_config("supervised/digits", [section])
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_every_hook_by_its_name_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,7 @@ def guest_problem(kind: str, name: str, registered: Iterable[str]) -> str | None
     """Return the problem of a name that selftask does not register, or None if it is valid.
 
     The name ``torch:NAME`` of an optimizer is not checked here. Names of Classy Vision are valid,
-    except those of hooks that do not work here or need a missing package.
+    except those of parts that do not work here or need a missing package.
 
     Args:
         kind: Kind of the component, such as hook.
@@ -42,7 +42,7 @@ def guest_problem(kind: str, name: str, registered: Iterable[str]) -> str | None
     if classy_has(kind, name):
         from selftask import classy
 
-        return classy.refusal(name) if kind == "hook" else None
+        return classy.refusal(kind, name)
     if kind == "backbone" and ":" in name:
         library, model = split_address(name)
         return (
