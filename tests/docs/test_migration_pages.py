@@ -20,6 +20,7 @@ PAGES = {"from-vissl": 75, "from-solo-learn": 45, "from-lightly": 35, "from-dino
 RECIPES = (
     "swav/resnet18_cifar10",  # LARS
     "dinov2/vit_large_imagenet",
+    "dinov2/images",  # views.global
     "supervised/finetune",
     "moco/images",
     "moco/digits",
