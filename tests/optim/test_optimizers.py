@@ -260,6 +260,7 @@ MISTAKES = {
     "'momentum_decay'",
     "{name: 'torch:NAdam', lr: 0.1, betas: [0.9, 2]}": "refuses .*beta parameter at index 1: 2",
     "{name: 'torch:SGD', lr: 0.1, nesterov: 3}": "optimizer.nesterov=3: expected true or false",
+    "{name: sgd, lr: 0.1, nesterov: true, sgd_momentum: 0}": "nesterov: true; needs momentum",
     "{name: 'torch:Rprop', lr: 0.1}": "weight_decay=0.0001: torch.optim.Rprop has no weight decay",
     "{name: nadam, lr: 0.1}": "torch.optim's torch:NAME",
     "{name: schedule_free_sgd, lr: 0.1}": "schedule='cosine': .*set optimizer.schedule=constant",

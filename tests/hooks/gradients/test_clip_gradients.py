@@ -172,6 +172,7 @@ def test_clipped_after_unscaling(step: tuple[str, ...], tmp_path: Path) -> None:
     [
         ("{mode: value}", "mode 'value' needs it; set hooks.clip_gradients.max_value"),
         ("{max_value: 1}", "max_value: has no effect with mode 'norm'; set mode: value"),
+        ("{max_ratio: 0.1}", "max_ratio: has no effect with mode 'norm'; set mode: adaptive"),
         ("{per_parameter: true}", r"unknown key 'hooks.clip_gradients.per_parameter'.*mode"),
     ],
 )

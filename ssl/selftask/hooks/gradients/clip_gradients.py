@@ -13,6 +13,8 @@ from selftask.hooks.gradients.trained import updated_parameters
 from selftask.optim.gradients import clip_adaptively, clip_norm, clip_value, gradients, total_norm
 from selftask.registry import register_hook
 
+_MAX_RATIO = 0.01  # default
+
 
 @register_hook("clip_gradients")
 @dataclass(eq=False, kw_only=True)
@@ -39,7 +41,7 @@ class ClipGradients(Hook):
     """
     max_value: float | None = setting(None, above=0, also=["clip_value"])
     """Largest absolute value of an element (mode value)."""
-    max_ratio: float = setting(0.01, above=0)
+    max_ratio: float = setting(_MAX_RATIO, above=0)
     """Largest ratio of a unit's gradient norm to that of its weights (mode adaptive); lambda of the
     paper, section 4.1.
     """
@@ -49,6 +51,8 @@ class ClipGradients(Hook):
             yield "max_value: mode 'value' needs it; set hooks.clip_gradients.max_value"
         if self.mode != "value" and self.max_value is not None:
             yield f"max_value: has no effect with mode {self.mode!r}; set mode: value"
+        if self.mode != "adaptive" and self.max_ratio != _MAX_RATIO:
+            yield f"max_ratio: has no effect with mode {self.mode!r}; set mode: adaptive"
 
     def on_backward(self, task: Task) -> None:
         parameters = updated_parameters(task)

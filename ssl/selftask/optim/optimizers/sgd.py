@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,10 @@ class SGD:
     """Momentum of the gradients; 0: none."""
     nesterov: bool = False
     """Whether to use Nesterov momentum."""
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.nesterov and not self.sgd_momentum:
+            yield "nesterov: true; needs momentum: set sgd_momentum above 0"
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         sharded = any(hasattr(p, "device_mesh") for group in groups for p in group["params"])
