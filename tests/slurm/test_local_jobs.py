@@ -241,6 +241,7 @@ def test_what_a_local_job_is_given(
     ("more", "message"),
     [
         (["--cluster", "slrm"], "--cluster slrm"),
+        (["--cluster=local", "--dry-run"], "--dry-run: --cluster local has no sbatch script"),
         (["--cluster=local", "launch.nodes=2"], "launch.nodes=2: --cluster local is one machine"),
         (["--cluster=debug", "train.seed=1,2"], "one run in this process: no sweep"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from selftask.cli.options import needs_first, take_options
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.errors import check_known
+from selftask.errors import UserError, check_known
 from selftask.logs import announce
 
 USAGE = f"""\
@@ -20,7 +20,7 @@ Checks everything on this machine, prints the plan and hands the run to SLURM (t
   train.seed=1,2,3                         a comma list is a sweep: a job array, a folder each
 --dry-run prints the sbatch script instead of submitting it. Then: selftask jobs OUT
 --cluster local starts the same job on this machine, in the background; --cluster debug trains in
-this process, and an exception opens pdb.
+this process, and an exception opens pdb. Neither goes with --dry-run.
 {VERBOSITY}"""
 
 OPTIONS = {"--dry-run": bool, "--cluster": str}
@@ -34,6 +34,8 @@ def main(argv: list[str]) -> int:
     cluster = options.get("--cluster", "slurm")
     check_known(cluster, CLUSTERS, f"--cluster {cluster}: there is no such kind")
     if cluster != "slurm":
+        if options.get("--dry-run"):
+            raise UserError(f"--dry-run: --cluster {cluster} has no sbatch script; take one out")
         return _submit_here(words, cluster)
     from selftask.slurm.plan import plan
 
