@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from selftask.config.checks.config_problems import config_problems
 from selftask.config.schema import Component, Config
 from selftask.errors import UserError
 from selftask.plan.memory import RankMemory, rank_memory
@@ -111,6 +112,8 @@ def _divided(config: Config) -> Iterator[tuple[Config, int]]:
 
 def _memory(plan: Plan, config: Config) -> RankMemory | None:
     """Return the memory of a rank for a changed config, or None if the config is invalid."""
+    if config_problems(config, is_trained=False):  # such as muon with parallel.reduce=fsdp
+        return None
     data = replace(plan.data, config=config)
     per_rank = config.train.batch_size // config.launch.world_size
     try:
