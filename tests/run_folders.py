@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from selftask.logs.columns import Column, columns
+from selftask.logs.columns import Column, describing
 from selftask.logs.drawn_rows import read_ends
 
 
@@ -103,8 +102,4 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 def describe_column(name: str) -> Column | None:
     """The description of a column; capitals are a variable part (``lr/GROUP``)."""
-    for column in columns():
-        pattern = re.sub(r"[A-Z]+", "[A-Za-z0-9_.-]+", re.escape(column.name))
-        if re.fullmatch(pattern, name):
-            return column
-    return None
+    return next(iter(describing(name)), None)

@@ -44,6 +44,28 @@ def test_words(word: str, answer: str, capsys: pytest.CaptureFixture[str]) -> No
     assert re.search(answer, capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("column", "described"),
+    [
+        ("lr/backbone", ["lr/GROUP"]),
+        ("test_accuracy_top_1", ["test_accuracy_top_K"]),
+        ("linear_10_labels_top1", ["linear_N_labels_top1"]),
+        ("train_probe_top1_layer1", ["METRIC_layerN", "train_probe_top1"]),
+        ("v2/knn_top1_k200", ["SET/METRIC", "knn_top1_kK"]),
+        ("ema_v2/knn_top1", ["ema_METRIC", "SET/METRIC", "knn_top1"]),
+        ("ema_test_accuracy_top_1", ["ema_METRIC", "test_accuracy_top_K"]),
+        ("activations/stages.0/mean", ["activations/LAYER/STATISTIC"]),
+        ("val_kl", ["val_TERM"]),
+    ],
+)
+def test_columns_as_they_are_in_the_log(
+    column: str, described: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", column]) == 0
+    titles = re.findall(r"(?m)^(\S+): column of metrics", capsys.readouterr().out)
+    assert titles == described
+
+
 def test_an_unknown_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "emb_sd"]) == 2
     assert capsys.readouterr().err == "error: nothing is called 'emb_sd'; did you mean 'emb_std'?\n"

@@ -6,11 +6,15 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from selftask.config.compose.provenance import show_path
 from selftask.config.reference import KeyEntry, NamedEntry
 from selftask.errors import UserError, nearest
 from selftask.registry import REGISTRIES
+
+if TYPE_CHECKING:
+    from selftask.logs.columns import Column
 
 USAGE = """\
 usage: selftask explain WORD [...]
@@ -31,7 +35,7 @@ def main(argv: list[str]) -> int:
     import_entry_points()
     width = shutil.get_terminal_size((100, 24)).columns
     for number, word in enumerate(argv):
-        texts = list(explanations(word, width))
+        texts = list(explanations(word, width)) or list(_variable_columns(word, width))
         if not texts:
             raise UserError(f"nothing is called {word!r}; {nearest(word, known_words())}")
         print(("\n" if number else "") + "\n\n".join(texts))
@@ -65,6 +69,14 @@ def explanations(word: str, width: int = 100) -> Iterator[str]:
             yield _text(name, facts, text, width)
 
 
+def _variable_columns(word: str, width: int) -> Iterator[str]:
+    """Yield a text for each description of a column such as ``lr/backbone`` or ``v2/knn_top1``."""
+    from selftask.logs.columns import describing
+
+    for column in describing(word):
+        yield _text(column.name, _facts_of_column(column), column.text, width)
+
+
 def known_words() -> set[str]:
     """Return all words that have an explanation."""
     entries, keys = _things_and_keys()
@@ -87,10 +99,14 @@ def _records() -> Iterator[tuple[str, str, str]]:
     from selftask.logs.run_files import RUN_FILES
 
     for column in columns():
-        unit = f", {column.unit}" if column.unit else ""
-        yield column.name, f"column of metrics.jsonl{unit}; {column.written_by}", column.text
+        yield column.name, _facts_of_column(column), column.text
     yield from ((name, "event in events.jsonl", text) for name, text in EVENTS.items())
     yield from ((name, "in the run folder", text) for name, text in RUN_FILES.items())
+
+
+def _facts_of_column(column: Column) -> str:
+    unit = f", {column.unit}" if column.unit else ""
+    return f"column of metrics.jsonl{unit}; {column.written_by}"
 
 
 def _distinct(keys: list[KeyEntry]) -> list[tuple[KeyEntry, list[str]]]:

@@ -6,7 +6,8 @@ explain`` and the documentation show these texts. Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from selftask.registry import METHODS
@@ -16,7 +17,8 @@ class Column(NamedTuple):
     """Description of a column, or of several whose names have a variable part.
 
     Attributes:
-        name: Name of the column; variable parts are in capitals, as in ``lr/GROUP``.
+        name: Name of the column; variable parts are in capitals, as in ``lr/GROUP``. METRIC is the
+            name of another column.
         unit: Unit, or range such as ``0 to 1``; empty if there is none.
         text: Meaning of the values.
         written_by: What writes the column: methods, a hook, a config key, or kinds of runs.
@@ -181,6 +183,12 @@ METRIC_layerN |  | A metric of hidden layer N.
 hook `online_probe`
 METRIC_teacher |  | A metric of the EMA teacher's features.
 
+hook `ema`
+ema_METRIC |  | A metric of the exponential average of the weights.
+
+hook `swa`
+swa_METRIC |  | A metric of the equal average of the weights.
+
 `data.val_sets`
 SET/METRIC |  | A metric of a named validation set.
 
@@ -188,10 +196,7 @@ SET/METRIC |  | A metric of a named validation set.
 val_TERM |  | A term of the method's loss on `data.val`.
 
 `meters`
-test_METER_METRIC |  | A meter of a test phase.
-
-hooks `ema`, `swa`
-AVERAGE_test_METRIC |  | A test phase with averaged weights.
+test_METER_VALUE |  | A meter of a test phase.
 """
 """Columns that do not belong to a method.
 
@@ -213,6 +218,36 @@ def columns() -> list[Column]:
         *(Column(name, "", text, ", ".join(names)) for (name, text), names in made.items()),
         *_rows(_GENERAL),
     ]
+
+
+def describing(name: str, rows: Sequence[Column] | None = None) -> list[Column]:
+    """Return the descriptions that apply to a column of a run; empty if there is none.
+
+    For a variant of a metric, such as ``v2/knn_top1``, those of the metric follow.
+
+    Args:
+        name: Name of the column in ``metrics.jsonl``.
+        rows: The descriptions; None for ``columns()``.
+    """
+    rows = columns() if rows is None else rows
+    exact = [row for row in rows if row.name == name]
+    if exact:
+        return exact[:1]
+    for row in rows:
+        match = _pattern(row.name).fullmatch(name) if "METRIC" in row.name else None
+        if match and (inner := describing(match["metric"], rows)):
+            return [row, *inner]
+    plain = (row for row in rows if "METRIC" not in row.name)
+    return [row for row in plain if _pattern(row.name).fullmatch(name)][:1]
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """Return the regular expression of a name with variable parts."""
+
+    def expand(part: re.Match[str]) -> str:
+        return "(?P<metric>.+)" if part[0] == "METRIC" else "[A-Za-z0-9_.-]+"
+
+    return re.compile(re.sub("[A-Z]+", expand, re.escape(name)))
 
 
 def _rows(table: str) -> Iterator[Column]:
