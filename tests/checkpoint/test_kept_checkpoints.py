@@ -148,6 +148,13 @@ def test_a_metric_that_no_row_has_is_told(folder: Path, caplog: pytest.LogCaptur
     assert "no row has it yet; did you mean 'knn_top1'" in logged[0]
 
 
+def test_a_metric_of_step_0_is_known(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows of training before the first save lack it."""
+    with caplog.at_level(logging.WARNING, logger="selftask"):
+        train(folder, "late", "train.log_every=1", "train.max_steps=4", "eval.every=4 steps")
+    assert [text for text in caplog.messages if "keep_best" in text] == []
+
+
 def test_best_weights_start_another_run_and_are_exported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,8 @@ class SaveCheckpoints(Hook):
             self.forever = max(1, steps_in(train.keep_every, task.length))
         self.saved_at = task.steps_done
         self.is_best = False  # whether a row of this step has a value to keep
-        self.metric = WatchedMetric("train.keep_best.metric", train.keep_best.metric)
+        name = self.wanted.metric
+        self.metric = WatchedMetric("train.keep_best.metric", name, is_known=name in task.history)
         self.kept = self._resumed(task)
         task.checkpoints.kept = self.kept
 

@@ -89,6 +89,8 @@ def test_from_a_run_on_the_images_of_the_run(
     pretrained = load_config(str(tmp_path / "pretrained/config.yaml"), [])
     assert config.views["main"].transforms == pretrained.eval.transforms
     assert config.data.source == pretrained.data.source
+    step = rotation.step_of(rotation.checkpoints(tmp_path / "pretrained/checkpoints")[0])
+    assert resolved(f"pretrained@{step}").data.source == pretrained.data.source
 
 
 @pytest.mark.parametrize(

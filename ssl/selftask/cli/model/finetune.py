@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import MODEL
 from selftask.cli.options import needs_first, take
@@ -135,7 +136,9 @@ def _data(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
 
     Raises UserError if neither gives data.
     """
-    saved = expand_user(local_run(address)) / "config.yaml"
+    checkpoint = named_checkpoint(address)
+    run = expand_user(local_run(address)) if checkpoint is None else checkpoint.parent.parent
+    saved = run / "config.yaml"
     keys = {word.partition("=")[0] for word in words}
     if keys & {"data", "data.name", "data.path"}:
         return {}

@@ -16,11 +16,13 @@ class WatchedMetric:
     Args:
         key: Config key that names the column, for the warning.
         name: The column, or None to watch nothing.
+        is_known: Whether an earlier row had it, such as that of step 0.
     """
 
-    def __init__(self, key: str, name: str | None) -> None:
+    def __init__(self, key: str, name: str | None, *, is_known: bool = False) -> None:
         self.key, self.name = key, name
-        self._others: set[str] | None = set()  # columns of rows without it; None once it is found
+        # columns of rows without it; None once it is found
+        self._others: set[str] | None = None if is_known else set()
 
     def value(self, task: Task) -> float | None:
         """Return rank 0's value in the newest row; None if the row lacks it or is of step 0.
