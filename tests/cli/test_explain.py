@@ -37,6 +37,7 @@ HOOKS = ("timing", "gradient_norms", "activations", "clip_gradients", "csv")
         ("linear", r"(?s)linear: schedule .*linear: evaluation "),
         ("requeue", "requeue: event in events.jsonl"),
         ("checkpoints/step_N", "checkpoints/step_N/: in the run folder"),
+        ("bad_files.txt", "bad_files.txt: in the run folder"),
     ],
 )
 def test_words(word: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,8 @@ RUN_FILES = {
     "evaluations.jsonl": "Results of `selftask eval`, a line for each.",
     "evaluations/step_N.jsonl": "Results of `selftask eval suite` for one checkpoint; the logs of "
     "its jobs are in `slurm/`, in the same folder.",
+    "bad_files.txt": "Images that could not be read, each with the reason; `bad_files_val.txt` are "
+    "those of `data.val`.",
     "errors/rankN.txt": "The traceback of a rank that failed.",
     "failures/step_N/": "State and batch of a step that gave NaN, for `selftask replay`.",
     "code/": "A copy of the modules of `import:` as they were at the start.",
