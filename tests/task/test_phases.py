@@ -359,7 +359,10 @@ def test_predictions_need_class_scores(folder: Path, capsys: pytest.CaptureFixtu
 
 def test_several_validation_sets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (tiny.digits_file(folder, f"{a}.npz", a, a + 40) for a in (500, 600))
-    sets = f"data.val_sets={{first: {first}, second: {{name: array, path: {second}}}}}"
+    half = f"{{name: array, path: {second}, subset: 20}}"
+    sets = (
+        f"data.val_sets={{first: {first}, second: {{name: array, path: {second}}}, half: {half}}}"
+    )
     knn = ("train.max_steps=1", "eval={loss: true, evaluations: {knn: {k: [3]}}}")
     run = train("simclr", folder, "sets", sets, *knn)
     row = tiny.rows(run.out)[-1]
@@ -378,7 +381,7 @@ def test_several_validation_sets(folder: Path, capsys: pytest.CaptureFixture[str
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     for key in ("knn_top1", "first/knn_top1", "second/knn_top1"):
         assert printed[key] == pytest.approx(row[key], abs=1e-8)
-    assert printed["second/test_images"] == 40
+    assert printed["second/test_images"] == 40 and printed["half/test_images"] == 20
     second.unlink()  # the features of data= need no validation set
     assert main(["features", str(run.out), f"out={folder / 'features'}", "train.device=cpu"]) == 0
 

@@ -212,7 +212,7 @@ class Reader:
         if typing.get_origin(kind) is dict:
             inner = typing.get_args(kind)[1]
             if typing.get_origin(inner) is not list:
-                return self.components(value, registry, key, inner)
+                return self.components(value, field, schema, key)
             lists = self.mapping(value, key).items()
             return {name: self._nested(v, registry, inner, (*key, str(name))) for name, v in lists}
         if kind == list[Component]:
@@ -231,14 +231,12 @@ class Reader:
             for option in (kind, *typing.get_args(kind))
             if isinstance(option, type) and issubclass(option, Component)
         )
-        of_kind = Schema.of(kind, without=["name", "args"])
-        shared = Schema({n: schema.fields[n] for n in field.metadata["shared"]}, schema.types, "")
-        component, ours = self.component(value, registry, key, ours=of_kind | shared)
-        if component is None or not of_kind.fields.keys() <= ours.keys():
+        own = Schema.of(kind, without=["name", "args"])
+        ours = own | schema.shared_by(field)
+        component, values = self.component(value, registry, key, ours=ours)
+        if component is None or not own.fields.keys() <= values.keys():
             return _WRONG
-        more = {name: ours.pop(name) for name in of_kind.fields}
-        args = component.args | {name: item for name, item in ours.items() if item is not None}
-        return kind(name=component.name, args=args, **more)
+        return kind.joined(component, values)
 
     def _scheduled(self, value: Any, field: dataclasses.Field[Any], kind: Any, key: Key) -> Any:
         """Read a number or a schedule, which is a name or a section, without adding defaults.
@@ -319,15 +317,13 @@ class Reader:
         return Component(name=name, args=self.fields(args, schema, key)), fixed
 
     def components(
-        self, value: Any, registry: Registry, key: Key, kind: type[Component]
+        self, value: Any, field: dataclasses.Field[Any], schema: Schema, key: Key
     ) -> dict[str, Component]:
-        """Return the components of a mapping ``{name: {args}}`` by name.
-
-        An entry may set another ``name``; null removes it. ``kind`` is Component or a subclass with
-        more fields.
-        """
+        """Return the components of a mapping ``{name: {args}}`` by name; null removes an entry."""
         made = {}
-        ours = Schema.of(kind, without=["name", "args"])
+        registry = REGISTRIES[field.metadata["of"]]
+        kind = typing.get_args(schema.types[field.name])[1]
+        ours = Schema.of(kind, without=["name", "args"]) | schema.shared_by(field)
         for name, entry in self.mapping(value, key).items():
             inner = (*key, str(name))
             self.note_place(inner)
@@ -337,9 +333,9 @@ class Reader:
                     self.problem(inner, f"no {registry.kind} named {name!r}; {hint}")
                 continue
             named = {"name": name, **entry} if isinstance(entry, dict) else entry
-            component, more = self.component(named, registry, inner, ours=ours)
+            component, values = self.component(named, registry, inner, ours=ours)
             if component is not None:
-                made[str(name)] = kind(name=component.name, args=component.args, **more)
+                made[str(name)] = kind.joined(component, values)
         return made
 
     def _removes(self, key: Key, registry: Registry) -> bool:

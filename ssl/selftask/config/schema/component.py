@@ -25,6 +25,17 @@ class Component:
         args = dict(section)
         return cls(name=args.pop("name"), args=args)
 
+    @classmethod
+    def joined(cls, component: Component, values: Mapping[str, Any]) -> Component:
+        """Return a component of this class with further values.
+
+        They are those of fields of this class, or else arguments unless None.
+        """
+        own = [item.name for item in fields(cls)[2:] if item.name in values]
+        others = {n: item for n, item in values.items() if n not in own and item is not None}
+        more = {name: values[name] for name in own}
+        return cls(name=component.name, args=component.args | others, **more)
+
     def to_dict(self) -> dict[str, Any]:
         """Return ``{name: ..., **args}`` as plain values, with fields of a subclass unless None."""
         others = {item.name: getattr(self, item.name) for item in fields(self)[2:]}

@@ -19,7 +19,9 @@ class DataConfig(Section):
     """Images for evaluations and test phases, in the form of ``data``; most evaluations need their
     labels. null: none.
     """
-    val_sets: dict[str, Component] = setting({}, of="sources", also=["val_datasets", "test_sets"])
+    val_sets: dict[str, Component] = setting(
+        {}, of="sources", shared=["subset"], also=["val_datasets", "test_sets"]
+    )
     """More sets like ``val`` by name; their metrics are ``NAME/knn_top1`` and ``NAME/val_loss``."""
     sampler: Component = setting(Component(name="shuffled"), of="samplers")
     """Order of the images in an epoch."""

@@ -49,6 +49,10 @@ class Schema:
                 f"the Config of {owner}: {error}; its fields may use builtins and typing only"
             ) from error
 
+    def shared_by(self, field: dataclasses.Field[Any]) -> Schema:
+        """Return the fields of this schema that a component in one of them may set as well."""
+        return Schema({n: self.fields[n] for n in field.metadata["shared"]}, self.types, "")
+
     def default_problems(self) -> Iterator[str]:
         """Yield a message for each default that would be refused as a value of a config.
 
