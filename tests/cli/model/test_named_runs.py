@@ -125,7 +125,7 @@ def test_the_last_of_two_words_for_one_option_counts() -> None:
 
 
 def test_the_best_weights_of_a_backbone_of_ones_own_are_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``adapt`` has just trained it; asking for ``trust=true`` at the end would be too late."""
     for step, value in enumerate((0.1, 0.3, 0.2)):
@@ -144,8 +144,15 @@ def test_the_best_weights_of_a_backbone_of_ones_own_are_exported(
     monkeypatch.setattr("selftask.files.addresses.upload", lambda *pair: uploaded.append(pair[1]))
     monkeypatch.setattr("selftask.run.status.Status.is_finished", lambda self: True)
     monkeypatch.setattr("selftask.run.status.Status.__init__", lambda self, config: None)
-    remote = SimpleNamespace(out="memory://bucket/run", out_folder=tmp_path)
+    kept = SimpleNamespace(metric="knn_top1")
+    train = SimpleNamespace(keep_best=kept)
+    remote = SimpleNamespace(out="memory://bucket/run", out_folder=tmp_path, train=train)
     adapt.conclude(remote)  # type: ignore[arg-type]
     assert exported == [[f"{tmp_path}@best", "trust=true"]]
     names = ("backbone.pt", "student/backbone.json")
     assert sorted(uploaded) == [f"memory://bucket/run/export/{name}" for name in names]
+    assert "export/ has those of that step" in capsys.readouterr().out
+    kept.metric = "rankme"  # RUN@best is another checkpoint
+    adapt.conclude(remote)  # type: ignore[arg-type]
+    assert len(exported) == 1
+    assert "export/ has those of the end" in capsys.readouterr().out

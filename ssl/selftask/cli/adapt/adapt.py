@@ -277,14 +277,21 @@ def conclude(config: Config) -> None:
         word = "not better" if scores[last] == scores[start] else "worse"
         print(f"adapt: the features are {word} than at the start; export/ has those of the start")
     else:
-        from selftask.cli.model import export
-
-        export.main([f"{config.out_folder}@best", "trust=true"])  # its code has just trained it
         print(
             f"adapt: the features are best at step {best}, better than at the start; later ones "
-            "are worse; export/ has those of that step"
+            f"are worse; export/ has those of {_export_best(config)}"
         )
     upload_files(config.out, config.out_folder, "export/**/*.*")  # the run is uploaded already
+
+
+def _export_best(config: Config) -> str:
+    """Export the best features, if their checkpoint was kept; return whose are exported."""
+    if config.train.keep_best.metric != "knn_top1":
+        return "the end, since train.keep_best.metric is not knn_top1"
+    from selftask.cli.model import export
+
+    export.main([f"{config.out_folder}@best", "trust=true"])  # its code has just trained it
+    return "that step"
 
 
 def _export_start(config: Config) -> None:
