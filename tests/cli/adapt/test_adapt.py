@@ -41,7 +41,8 @@ def test_the_method_follows_from_the_model(model: str, method: str) -> None:
 
 def test_a_run_is_continued_by_its_method_unless_it_needs_labels() -> None:
     assert choose_method(facts("vit_small_patch16_224", method="ijepa"))[0] == "ijepa"
-    assert choose_method(facts("vit_small_patch16_224", method="supervised"))[0] == "dino"
+    for trained in ("supervised", "multilabel", "supcon", "clip", "siglip"):
+        assert choose_method(facts("vit_small_patch16_224", method=trained))[0] == "dino"
 
 
 def test_sides_are_multiples_of_the_patch() -> None:

@@ -14,7 +14,7 @@ BATCH = 64
 LARGEST_SIDE = 224  # pixels; the cost of a step grows with its square
 FEW, SOME, MANY = 2_000, 20_000, 200_000  # images
 
-_WITH_LABELS = ("supervised", "multilabel", "clip")
+_NOT_ONLY_IMAGES = {"labels", "numbers", "captions"}  # requirements of methods
 _BY_NAME = {"dinov3": "dinov3", "dinov2": "dinov2", "dino": "dino", "mae": "mae", "clip": "dino"}
 """Part of a model's name -> method; the first part that the name contains decides."""
 
@@ -36,7 +36,8 @@ def choose_method(facts: dict[str, Any]) -> tuple[str, str]:
     """
     architecture = Component(**facts["architecture"])
     trained = str(facts.get("method"))
-    if trained in METHODS and trained not in _WITH_LABELS and "distill" not in trained:
+    needs = METHODS.declared(trained, "requires", ()) if trained in METHODS else _NOT_ONLY_IMAGES
+    if _NOT_ONLY_IMAGES.isdisjoint(needs) and "distill" not in trained:
         return trained, "the model was trained with it"
     if patch_size(architecture) is None:
         return "moco", "a network without patches; the queue makes up for a small batch"
