@@ -45,6 +45,26 @@ def lightly_train(state: State, name: str) -> dict[str, Any]:
     return {"state_dict": {**networks, **head}, "epoch": 3}
 
 
+def in_chunks(state: State) -> State:
+    """DINOv2's blocks with ``block_chunks``: identities keep the index of a block in its chunk."""
+    return {re.sub(r"^blocks\.(\d+)\.", r"blocks.\1.\1.", key): v for key, v in state.items()}
+
+
+def of_openmmlab(state: State) -> State:
+    """The names of a vision transformer of mmpretrain."""
+    names = (
+        ("patch_embed.proj.", "patch_embed.projection."),
+        (r"^blocks\.", "layers."),
+        (r"\.norm([12])\.", r".ln\1."),
+        (r"^norm\.", "ln1."),
+        (r"\.mlp\.fc1\.", ".ffn.layers.0.0."),
+        (r"\.mlp\.fc2\.", ".ffn.layers.1."),
+    )
+    for pattern, replacement in names:
+        state = {re.sub(pattern, replacement, key): value for key, value in state.items()}
+    return state
+
+
 def dinov3() -> nn.Module:
     name = "vit_small_patch16_dinov3_qkvb"
     model: nn.Module = timm.create_model(name, img_size=32, depth=2, embed_dim=64, num_heads=2)
@@ -93,6 +113,15 @@ FILES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
                 "head.mlp.0.weight": torch.zeros(2, 2),
             },
             "args": pickle_of_namespace(),
+        },
+    ),
+    "DINOv2, blocks in chunks": (
+        vit,
+        lambda m: {
+            "teacher": {
+                **prefixed("backbone.", in_chunks(m.state_dict())),
+                "dino_head.mlp.0.weight": torch.zeros(2, 2),
+            }
         },
     ),
     "DINOv3": (dinov3, dinov3_file),
@@ -151,6 +180,17 @@ FILES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
                 **prefixed("momentum_backbone.", zeroed(m.state_dict())),
                 **prefixed("backbone.", m.state_dict()),
                 "classifier.weight": torch.zeros(2, 2),
+            },
+        },
+    ),
+    "MMSelfSup, MMPretrain, vision transformer": (
+        vit,
+        lambda m: {
+            "meta": {"epoch": 3},
+            "state_dict": {
+                **prefixed("backbone.", of_openmmlab(m.state_dict())),
+                "neck.mask_token": torch.zeros(1, 1, 2),
+                "neck.decoder_blocks.0.ln1.weight": torch.zeros(2),
             },
         },
     ),
@@ -280,3 +320,10 @@ def test_positions_are_interpolated_to_the_module_s_grid(
     at = (torch.arange(12.0) + 0.5) / 2 - 0.5  # pixel centers of the finer grid in the coarser
     expected = 2 * at[None, :] + 3 * at[:, None]
     torch.testing.assert_close(grid[4:8, 4:8], expected[4:8, 4:8], rtol=1e-4, atol=1e-4)
+
+
+def test_the_shard_of_one_rank_is_named_as_such() -> None:
+    flat = "teacher.backbone._fsdp_wrapped_module.blocks.0._fsdp_wrapped_module._flat_param"
+    with pytest.raises(UserError, match="shard of one rank") as error:
+        load_weights(vit(), {flat: torch.zeros(9)}, what="model_0000003.rank_0.pth")
+    assert "another architecture" not in str(error.value)

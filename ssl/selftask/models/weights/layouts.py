@@ -107,6 +107,19 @@ _CAFFE2: tuple[Rename, ...] = (
     (r"(^|\.)(fc1000|pred)\.", r"\1fc."),
 )
 
+# block_chunks of DINOv2 for FSDP: blocks.CHUNK.INDEX, where the index counts through all chunks
+_CHUNKS: tuple[Rename, ...] = ((r"(^|\.)blocks\.\d+\.(?=\d+\.)", r"\1blocks."),)
+
+# OpenMMLab's vision transformer -> timm's
+_MMPRETRAIN: tuple[Rename, ...] = (
+    (r"(^|\.)patch_embed\.projection\.", r"\1patch_embed.proj."),
+    (r"(^|\.)layers\.(\d+)\.ln([12])\.", r"\1blocks.\2.norm\3."),
+    (r"(^|\.)layers\.(\d+)\.ffn\.layers\.0\.0\.", r"\1blocks.\2.mlp.fc1."),
+    (r"(^|\.)layers\.(\d+)\.ffn\.layers\.1\.", r"\1blocks.\2.mlp.fc2."),
+    (r"(^|\.)layers\.(\d+)\.attn\.", r"\1blocks.\2.attn."),
+    (r"(^|\.)ln1\.", r"\1norm."),
+)
+
 _DINOV3 = (  # Meta's vision transformer -> timm's
     (r"\.ls([12])\.gamma$", r".gamma_\1"),
     (r"(^|\.)storage_tokens$", r"\1reg_token"),
@@ -119,6 +132,7 @@ LAYOUTS = (
     Layout("VISSL, vision transformer", _VISSL, "base_model"),
     Layout("VISSL, RegNet", f"{_VISSL}_feature_blocks.", "base_model", _CLASSY_REGNET),
     Layout("DINO, DINOv2", "teacher.backbone.", "teacher"),
+    Layout("DINOv2, blocks in chunks", "teacher.backbone.", "teacher", _CHUNKS),
     Layout("DINOv3", "teacher.backbone.", "teacher", _DINOV3),
     Layout("MoCo", "state_dict.module.encoder_q.", "encoder_q"),
     Layout("MoCo v3", "state_dict.module.base_encoder.", "base_encoder"),
@@ -128,6 +142,9 @@ LAYOUTS = (
     Layout("MAE", "model.", "model"),
     Layout("Barlow Twins, VICReg", "model.module.backbone.", "model"),
     Layout("solo-learn, MMSelfSup", "state_dict.backbone.", "backbone"),
+    Layout(
+        "MMSelfSup, MMPretrain, vision transformer", "state_dict.backbone.", "backbone", _MMPRETRAIN
+    ),
     Layout("lightly", "state_dict.backbone.", "backbone", _CHILDREN),
     Layout(
         "lightly-train",

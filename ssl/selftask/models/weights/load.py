@@ -31,6 +31,12 @@ _COUNTER = "num_batches_tracked"
 """A BatchNorm counter; missing in files from before 2018, some recent ones and frozen layers."""
 
 
+_FLAT = (
+    "the file is the shard of one rank, with FSDP's flat parameters: load a file of the whole "
+    "network (DINOv2 writes eval/training_N/teacher_checkpoint.pth)"
+)
+
+
 def load_part(module: nn.Module, checkpoint: Mapping[str, Any], path: str) -> None:
     """Load a module's weights from a checkpoint, unless the module is on the meta device.
 
@@ -259,7 +265,9 @@ def _explain(match: _Match, min_matched: float, what: str) -> str:
     ]:
         if items:
             lines.append(f"  {len(items)} {title}: {join_some(items)}")
-    if not match.found:
+    if any(key.endswith("_flat_param") for key in match.unexpected):
+        lines.append(f"  {_FLAT}")
+    elif not match.found:
         lines.append("  nothing fits: these are the weights of another architecture")
     return "\n".join(lines)
 
