@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from selftask.models.weights.huggingface_names import with_plain_names
+
 State = Mapping[str, Tensor]
 
 WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -107,8 +109,11 @@ _CAFFE2: tuple[Rename, ...] = (
     (r"(^|\.)(fc1000|pred)\.", r"\1fc."),
 )
 
-# block_chunks of DINOv2 for FSDP: blocks.CHUNK.INDEX, where the index counts through all chunks
-_CHUNKS: tuple[Rename, ...] = ((r"(^|\.)blocks\.\d+\.(?=\d+\.)", r"\1blocks."),)
+_DINOV2: tuple[Rename, ...] = (  # Meta's vision transformer -> timm's
+    (r"(^|\.)blocks\.\d+\.(?=\d+\.)", r"\1blocks."),  # with block_chunks: CHUNK.INDEX of all blocks
+    (r"\.mlp\.w12\.", ".mlp.fc1."),
+    (r"\.mlp\.w3\.", ".mlp.fc2."),
+)
 
 # OpenMMLab's vision transformer -> timm's
 _MMPRETRAIN: tuple[Rename, ...] = (
@@ -123,6 +128,9 @@ _MMPRETRAIN: tuple[Rename, ...] = (
 _DINOV3 = (  # Meta's vision transformer -> timm's
     (r"\.ls([12])\.gamma$", r".gamma_\1"),
     (r"(^|\.)storage_tokens$", r"\1reg_token"),
+    (r"\.mlp\.w1\.", ".mlp.fc1_g."),
+    (r"\.mlp\.w2\.", ".mlp.fc1_x."),
+    (r"\.mlp\.w3\.", ".mlp.fc2."),
 )
 
 _VISSL = "classy_state_dict.base_model.model.trunk."
@@ -131,8 +139,7 @@ LAYOUTS = (
     Layout("VISSL", f"{_VISSL}_feature_blocks.", "base_model"),
     Layout("VISSL, vision transformer", _VISSL, "base_model"),
     Layout("VISSL, RegNet", f"{_VISSL}_feature_blocks.", "base_model", _CLASSY_REGNET),
-    Layout("DINO, DINOv2", "teacher.backbone.", "teacher"),
-    Layout("DINOv2, blocks in chunks", "teacher.backbone.", "teacher", _CHUNKS),
+    Layout("DINO, DINOv2", "teacher.backbone.", "teacher", _DINOV2),
     Layout("DINOv3", "teacher.backbone.", "teacher", _DINOV3),
     Layout("MoCo", "state_dict.module.encoder_q.", "encoder_q"),
     Layout("MoCo v3", "state_dict.module.base_encoder.", "base_encoder"),
@@ -207,6 +214,7 @@ def place(state: State, backbone: State) -> Placement:
     are resolved by the number of equal names, the order of ``LAYOUTS``, then the shorter prefix.
     """
     clean = with_statistics({WRAPPERS.sub("", key): value for key, value in state.items()})
+    clean = with_registers(with_plain_names(clean, backbone), backbone)
     clean = with_masked_biases(clean, backbone)
     forms: list[tuple[tuple[int, int], dict[str, str], list[str]]] = []
     for layout in (_PLAIN, *(row for row in LAYOUTS if row.renames)):
@@ -239,6 +247,26 @@ def with_statistics(state: dict[str, Tensor]) -> dict[str, Tensor]:
         if not {f"{norm}_rm", f"{norm}_running_mean"} & complete.keys():
             complete[f"{norm}_rm"] = torch.zeros_like(scale)
             complete[f"{norm}_riv"] = torch.full_like(scale, 1 - 1e-5)  # BatchNorm adds 1e-5
+    return complete
+
+
+def with_registers(state: dict[str, Tensor], backbone: State) -> dict[str, Tensor]:
+    """Convert the registers in the state of a DINOv2 file to timm's layout.
+
+    In DINOv2, the class token has a position and registers have none. In timm, neither has one, and
+    the class token includes its position. Other files are returned unchanged.
+    """
+    keys = [key for key in state if key.endswith("register_tokens") and key not in backbone]
+    complete = dict(state)
+    for key in keys:
+        part = key.removesuffix("register_tokens")
+        complete[f"{part}reg_token"] = complete.pop(key)
+        token, positions = (complete.get(f"{part}{name}") for name in ("cls_token", "pos_embed"))
+        if token is None or positions is None or positions.ndim != 3:
+            continue  # DINOv3 has RoPE
+        if token.shape == positions[:, :1].shape:
+            complete[f"{part}cls_token"] = token + positions[:, :1]
+            complete[f"{part}pos_embed"] = positions[:, 1:]
     return complete
 
 

@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 _HEADS = (
     *("fc.", "head.", "heads.", "head_dist.", "classifier.", "projector.", "projection_head."),
-    *("projection.", "prototypes.", "predictor.", "decoder", "mask_token", "queue"),
+    *("projection.", "prototypes.", "predictor.", "decoder", "mask_token", "queue", "pooler."),
 )
 """Prefixes of tensors in a file that are not part of a backbone."""
 
