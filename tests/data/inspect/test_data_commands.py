@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import tiny
 from data.odd_files import bomb, make_bad, make_odd_but_sound, make_photographs
@@ -153,6 +154,20 @@ def test_check_counts_image_like_files_that_are_passed_over(
     assert f"others     {passed_over} (convert images to JPEG or PNG, unpack archives)" in lines
     _, lines = run_check(capfd, str(tmp_path), "--json")
     assert json.loads(lines[0])["passed_over"] == {".heic": 2, ".dng": 1, ".tar.gz": 1}
+
+
+def test_check_names_images_of_16_bits_that_become_dark(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = np.linspace(0, 4095, 20).astype(np.uint16).reshape(4, 5)
+    Image.fromarray(values).save(tmp_path / "12_bits.png")
+    Image.fromarray(values * 16).save(tmp_path / "16_bits.png")
+    Image.fromarray(np.zeros((4, 5), np.uint8)).save(tmp_path / "black.png")
+    code, lines = run_check(capfd, str(tmp_path))
+    assert code == 0
+    (line,) = [line for line in lines if line.startswith("dark")]
+    assert line.split()[1] == "1"
+    assert "data.name=bands" in line
 
 
 def test_check_takes_any_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

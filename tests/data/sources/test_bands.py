@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from selftask.data.source import Source, Wrapped
 from selftask.data.staging.staged_source import copied
@@ -120,3 +121,26 @@ def test_wrong_bands_and_damaged_arrays_are_reported(arrays: Path) -> None:
     np.save(arrays / "forest" / "1.npy", np.zeros(3, np.uint16))
     with pytest.raises(BadImage, match=r"1\.npy: an array of shape \(3,\) is not an image"):
         build(path=str(arrays), value_range=[0, 1])[1]
+
+
+def test_gray_png_of_16_bits_by_a_stated_range(tmp_path: Path) -> None:
+    """12 bits stored in 16, as cameras and scanners write them."""
+    deep = np.random.default_rng(1).integers(0, 4096, (2, 9, 11), dtype=np.uint16)
+    for index, image in enumerate(deep):
+        Image.fromarray(image).save(tmp_path / f"{index}.png")
+    with pytest.raises(UserError, match=r"data\.value_range is missing: .* holds uint16"):
+        build(path=str(tmp_path))
+    source = build(path=str(tmp_path), bands=[0, 0, 0], value_range=[0, 4095])
+    for index, image in enumerate(deep):
+        pixels = source[index][0]
+        assert np.abs(pixels.astype(int) - scaled(image[..., None], 0, 4095)).max() <= 1
+    np.save(tmp_path / "a.npy", np.zeros((4, 5, 2), np.uint8))
+    assert build(path=str(tmp_path)).describe() == "1 images, all 2 channels, no labels"
+
+
+def test_color_png_of_16_bits_is_refused(tmp_path: Path) -> None:
+    """Pillow returns the upper byte of each value."""
+    cv2 = pytest.importorskip("cv2")
+    cv2.imwrite(str(tmp_path / "a.png"), np.full((4, 5, 3), 4000, np.uint16))
+    with pytest.raises(UserError, match="16 bits per color"):
+        build(path=str(tmp_path))

@@ -68,6 +68,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     tar.addfile(info, io.BytesIO(data))
     (home / "sentinel").mkdir()
     np.save(home / "sentinel" / "0.npy", np.zeros((5, 8, 8), np.uint16))
+    (home / "xrays").mkdir()
+    Image.fromarray(np.zeros((8, 8), np.uint16)).save(home / "xrays" / "0.png")
     (home / "my_data.py").write_text(
         "import numpy as np\n"
         "class Squares:\n"

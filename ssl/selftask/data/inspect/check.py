@@ -39,6 +39,7 @@ class Facts(NamedTuple):
     mode: str = ""  # as stored: RGB, L, CMYK, ...
     digest: bytes = b""
     problem: str = ""  # why the image cannot be read
+    is_dark: bool = False  # 16 bits, of which the upper two or more are 0 in all pixels
 
 
 class Bad(NamedTuple):
@@ -58,6 +59,7 @@ class Report:
     num_bytes: int = 0
     formats: Counter[str] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
+    num_dark: int = 0  # images with unused upper bits, which become nearly black
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)  # (width, height)
     smallest: tuple[str, int, int] | None = None  # path, width, height, by number of pixels
     largest: tuple[str, int, int] | None = None
@@ -77,6 +79,7 @@ class Report:
             "unreadable": [bad._asdict() for bad in self.unreadable],
             "formats": dict(self.formats.most_common()),
             "modes": dict(self.modes.most_common()),
+            "dark": self.num_dark,
             "sizes": {f"{w}x{h}": number for (w, h), number in self.sizes.most_common()},
             "smallest": self.smallest and _named_size(self.smallest),
             "largest": self.largest and _named_size(self.largest),
@@ -124,6 +127,7 @@ def check(
         else:
             report.formats[facts.format] += 1
             report.modes[facts.mode] += 1
+            report.num_dark += facts.is_dark
             report.sizes[facts.width, facts.height] += 1
         table.put(index, facts)
         progress(done)
@@ -163,6 +167,7 @@ def examine(source: Source, index: int) -> Facts:
         format=kind,
         mode=mode or ("RGB" if channels == 3 else "1 channel"),
         digest=digest,
+        is_dark=mode.startswith("I") and channels == 3 and int(pixels.max(initial=0)) < 64,
     )
 
 
@@ -243,6 +248,9 @@ def lines_of(report: Report) -> list[str]:
     if any(report.formats):
         rows.append(("formats", _counts(report.formats)))
     rows.append(("modes", _counts(report.modes)))
+    if report.num_dark:
+        use = "use less than a quarter of their 16 bits and become dark 8-bit images"
+        rows.append(("dark", f"{report.num_dark:,} {use} (data.name=bands data.value_range=...)"))
     if report.smallest and report.largest:
         sizes = Counter({f"{w}x{h}": number for (w, h), number in report.sizes.items()})
         rows.append(("sizes", f"{len(sizes)} different; {_counts(sizes)}"))

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image
 
 from selftask.config.fields import setting
 from selftask.data.reading.files import POLICY, read_bytes
@@ -19,12 +20,13 @@ from selftask.files.paths import is_folder
 from selftask.registry import register_source
 
 EXTENSIONS = (".npy", ".npz", ".tif", ".tiff")
+PNG = ".png"  # read only if there are no arrays: previews often lie beside them
 MAX_TRIED = 20  # number of first files of which one must be readable
 
 
 @register_source("bands")
 class Bands(LabeledByFolder):
-    """Arrays of any number of channels in .npy, .npz and .tif files, as 8-bit images."""
+    """Arrays of any number of channels in .npy, .npz and .tif files, or .png, as 8-bit images."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -116,6 +118,8 @@ class Bands(LabeledByFolder):
             import tifffile
 
             return np.asarray(tifffile.imread(io.BytesIO(data)))
+        if path.lower().endswith(PNG):
+            return _load_png(data)
         loaded = np.load(io.BytesIO(data), allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             return loaded
@@ -140,10 +144,26 @@ def _find(path: str) -> tuple[str, list[str]]:
         root, pattern = fixed_folder(path), path
     if not is_folder(root):
         raise UserError(f"data.path: there is no folder {root}")
-    names = [name for name in match_files(pattern) if name.lower().endswith(EXTENSIONS)]
+    files = match_files(pattern)
+    names = [name for name in files if name.lower().endswith(EXTENSIONS)]
+    names = names or [name for name in files if name.lower().endswith(PNG)]
     if not names:
-        raise UserError(f"data.path: no arrays (looked for {' '.join(EXTENSIONS)}) in {path}")
+        raise UserError(
+            f"data.path: no arrays (looked for {' '.join((*EXTENSIONS, PNG))}) in {path}"
+        )
     return root, [os.path.relpath(name, root) for name in names]
+
+
+def _load_png(data: bytes) -> np.ndarray:
+    """Return the values of a PNG file, gray ones of 16 bits as uint16; raises ValueError."""
+    with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+        if image.width * image.height > POLICY.max_pixels:
+            raise ValueError(f"{image.width}x{image.height} pixels, more than data.max_pixels")
+        if image.mode != "I;16" and any(";16" in str(tile[3]) for tile in image.tile):
+            raise ValueError(
+                "a PNG file with 16 bits per color, of which Pillow reads 8: convert it to TIFF"
+            )
+        return np.asarray(image.convert("RGB") if image.mode in ("1", "P") else image)
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:
