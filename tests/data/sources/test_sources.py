@@ -231,7 +231,7 @@ def test_custom_dataset_in_the_current_folder(
         "    def __len__(self): return self.n\n"
         "    def __getitem__(self, i):\n"
         "        if i == 2: raise OSError('damaged')\n"
-        "        if i == 4: return {'image': None}\n"
+        "        if i in (0, 4): return {'image': None} if i else ((None, None), 1)\n"
         "        if i == 1: raise KeyError('notes')\n"
         "        return np.full((4, 4, 3), i, dtype=np.uint8), i\n"
         "def broken(): return open('nothing')\n"
@@ -245,8 +245,10 @@ def test_custom_dataset_in_the_current_folder(
         source[2]
     with pytest.raises(BadImage, match=r"failed at mine_data\.py:8: KeyError: 'notes'"):
         source[1]
-    with pytest.raises(BadImage, match="a dict is no image"):
+    with pytest.raises(BadImage, match=r"a dict is no image; .* an image or \(image, label\)"):
         source[4]
+    with pytest.raises(BadImage, match=r"a tuple is no image; .*, without views of it"):
+        source[0]
     with pytest.raises(UserError, match=r"mine_data:broken' failed at mine_data\.py:10: FileNot"):
         build("custom", dataset="mine_data:broken")
     with pytest.raises(UserError, match=r"data\.args: mine_data:Pairs: missing .*'n'"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -68,6 +69,10 @@ class DatasetSource(Source):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         item = self._item(index)
         image, label = (*item, NO_LABEL)[:2] if isinstance(item, tuple | list) else (item, NO_LABEL)
+        if isinstance(image, Mapping | tuple):
+            kind = type(image).__name__
+            expected = "the data set must return an image or (image, label), without views of it"
+            raise BadImage(self.path(index), f"a {kind} is no image; {expected}")
         return self._pixels(image, index), _as_label(label)
 
     def extra(self, index: int, name: str) -> Any:
