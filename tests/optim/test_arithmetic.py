@@ -34,6 +34,18 @@ CASES: dict[str, tuple[list[str], int, int, list[str]]] = {
             ),
         ],
     ),
+    "a warm-up longer than the run": (
+        ["batch_size: 100, epochs: 2", "lr: 0.8, warmup: 10 epochs"],
+        500,
+        1,
+        [
+            "batch    100 a rank x 1 rank = 100 samples a step",
+            "epoch    5 steps of 100 = 500 of 500 samples",
+            "run      10 steps = 2 epochs = 1,000 samples",
+            "warm-up  10 epochs = 50 steps, shortened to the length of the run",
+            "lr       cosine: 0 at step 1, 0.72 at step 10",
+        ],
+    ),
     "accumulated, root": (
         [
             "batch_size: 64, accumulate: 3, step: accumulate, epochs: 2",

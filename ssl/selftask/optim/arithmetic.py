@@ -74,7 +74,8 @@ def _run(length: RunLength) -> str:
 def _warmup(config: OptimizerConfig, length: RunLength) -> str:
     warmup = config.lr_section(length.samples_per_step).get("warmup", 0)
     steps = steps_in(warmup, length)
-    return f"{warmup} = {_steps(steps)}" if isinstance(warmup, str) else _steps(steps)
+    cut = ", shortened to the length of the run" if steps > length.total_steps else ""
+    return (f"{warmup} = {_steps(steps)}" if isinstance(warmup, str) else _steps(steps)) + cut
 
 
 def _lr(config: OptimizerConfig, length: RunLength) -> Iterator[str]:
