@@ -240,6 +240,29 @@ def test_the_size_of_a_checkpoint_if_the_meta_device_builds_no_backbone() -> Non
     assert _checkpoint_megabytes(config) == 8 * 4 * 4 / 1e6
 
 
+OWN_METHOD = """
+import torch
+from selftask.methods.simclr import SimCLR
+from selftask.registry import register_method
+
+@register_method("of_values")
+class OfValues(SimCLR):
+    def build_head(self, embed_dim):
+        assert torch.ones(1).item() == 1
+        return super().build_head(embed_dim)
+"""
+
+
+def test_a_method_that_needs_values_is_first_built_in_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_values.py").write_text(OWN_METHOD)
+    monkeypatch.chdir(tmp_path)
+    own = ("import=[of_values]", "method=of_values")
+    notes = plan("simclr/digits", words(tmp_path, "run", *own)).notes
+    assert "the network is first built in the job; without memory: Tensor.item" in str(notes)
+
+
 def test_one_cpu_is_singular(tmp_path: Path) -> None:
     lines = plan("simclr/digits", words(tmp_path, "run")).describe()
     assert "1 CPU a rank; else launch.slurm.cpus_per_task=N" in lines

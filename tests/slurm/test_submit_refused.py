@@ -45,6 +45,8 @@ def test_all_mistakes_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["launch.slurm.mem=lots"], "mem='lots': expected megabytes, or as in 64G"),
         (["launch.slurm.gpus_per_node=a100"], "expected a number, or as in a100:4"),
         (["data=no/such/folder"], "no/such/folder"),
+        (["optimizer.groups=[{match: stem9, lr: 1}]"], "'stem9': matches no trained parameter"),
+        (["optimizer.schedule={name: wsd, cooldown: 80%}", "optimizer.warmup=50%"], "no room"),
     ],
 )
 def test_bad_slurm_settings_are_refused(

@@ -8,7 +8,7 @@ import pytest
 from submit_words import CLUSTER, Fake, words
 
 from selftask.config.compose.sweep import expand_sweep
-from selftask.errors import ConfigError
+from selftask.errors import ConfigError, UserError
 from selftask.logs import write_json
 from selftask.slurm.plan import plan
 
@@ -77,3 +77,9 @@ def test_mistakes_of_all_runs_of_a_sweep(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         plan("simclr/digits", words(tmp_path, "s", "train.batch_size=0,16,-3"))
     assert len(raised.value.problems) == 2
+
+
+def test_each_run_of_a_sweep_is_built(tmp_path: Path) -> None:
+    swept = words(tmp_path, "s", "optimizer.schedule={name: wsd, cooldown: 80%}")
+    with pytest.raises(UserError, match=r"a warm-up of 53% and a cooldown of 80%"):
+        plan("simclr/digits", [*swept, "optimizer.warmup=0,50%"])

@@ -18,7 +18,7 @@ from selftask.config.load import load_config
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import check_data, open_data
-from selftask.errors import UserError, plural
+from selftask.errors import UserError, plural, reason_of
 from selftask.files.addresses import is_remote
 from selftask.run.status import Status
 from selftask.slurm import queue
@@ -111,7 +111,7 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
     megabytes = _check_space(first, base, len(configs))
     partitions = chosen(first.launch)
     derived, workers, notes = derived_options(first, partitions)
-    notes += first.notes
+    notes += [*first.notes, *_check_build(configs)]
     complete = [config.out for config in configs if Status(config).is_finished()]
     notes += [f"{out} is complete: its job will only say so" for out in complete]
     if str(base.resolve()).startswith("/tmp/"):
@@ -161,6 +161,7 @@ def read_local(recipe: str, overrides: list[str]) -> tuple[list[Config], list[Su
     base, configs, _ = _read(recipe, expand_sweep(overrides))
     queue.check_idle(base)
     _check_space(configs[0], base, len(configs))
+    _check_build(configs)
     return configs, [_submission(recipe, config, config.data.num_workers) for config in configs]
 
 
@@ -229,6 +230,28 @@ def _check_space(config: Config, out: Path, runs: int) -> float:
             f"{needed:.0f} MB; use another out=, or fewer of them (train.keep_checkpoints)"
         )
     return megabytes
+
+
+def _check_build(configs: list[Config]) -> list[str]:
+    """Build each task on fake tensors, which have no memory; return notes about what failed.
+
+    Raises:
+        UserError: If a config does not fit its network or the length of its run, such as a rule
+            for parameters that matches none.
+    """
+    from selftask.plan.assumptions import Assumptions
+    from selftask.plan.data import plan_data
+    from selftask.plan.simulation import fake_task  # slow: imports torch
+
+    for config in configs:
+        try:
+            with fake_task(config, plan_data(config, Assumptions())):
+                pass
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a user's network may need values or a device
+            return [f"the network is first built in the job; without memory: {reason_of(error)}"]
+    return []
 
 
 def _checkpoint_megabytes(config: Config) -> float:
