@@ -66,15 +66,12 @@ def test_a_run_of_mixed_sizes_resumes_exactly(tmp_path: Path) -> None:
 
 
 def test_impossible_sizes_are_refused(tmp_path: Path) -> None:
-    for sizes, message in (
-        ("{mains: [8]}", "sizes.mains: no such group of views; did you mean"),
-        ("{main: [16, 64]}", "64 pixels are more than the 32 of views.main"),
-        ("{main: [10]}", "10 pixels cannot be divided into patches of 4; try 8 or 12"),
-    ):
-        task = tiny.task("dinov2", tmp_path, "run", f"hooks.mixed_resolution.sizes={sizes}")
-        with pytest.raises(UserError, match=message):
-            next(iter(task.steps()))
+    task = tiny.task("dinov2", tmp_path, "run", "hooks.mixed_resolution.sizes={main: [16, 64]}")
+    with pytest.raises(UserError, match=r"64 pixels are more than the 32 of views\.main"):
+        next(iter(task.steps()))
     for words, message in (
+        ("{sizes: {mains: [8]}}", "sizes.mains: no such group of views; did you mean"),
+        ("{sizes: {main: [10]}}", "10 pixels cannot be divided into patches of 4; try 8 or 12"),
         ("{sizes: {main: [8, 16], other: [4]}}", "sizes: groups with"),
         ("{sizes: {main: []}}", "sizes"),
         ("{sizes: {main: [8, 16]}, shares: [1.0]}", "shares: 1 shares of 2 sizes"),

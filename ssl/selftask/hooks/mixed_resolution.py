@@ -14,7 +14,8 @@ from torch import Tensor
 from selftask.batch import Batch
 from selftask.config.checks.grid import multiples, patch_size
 from selftask.config.fields import setting
-from selftask.errors import UserError, check_known
+from selftask.config.schema import Component
+from selftask.errors import UserError, nearest
 from selftask.hooks.base import Hook, Task
 from selftask.random.keyed import batch_uniform
 from selftask.registry import register_hook
@@ -53,19 +54,17 @@ class MixedResolution(Hook):
             yield f"shares: {len(self.shares)} shares of {numbers.pop()} sizes"
         if self.shares is not None and abs(sum(self.shares) - 1) > 1e-6:
             yield f"shares: their sum is {sum(self.shares):g}, not 1"
-
-    def on_start(self, task: Task) -> None:
-        """Raise UserError if a group is unknown or a size is not a multiple of the patch size."""
-        self.seed, patch = task.config.train.seed, patch_size(task.config.backbone)
+        patch = patch_size(Component.from_dict(config["backbone"]))
         for group, sizes in self.sizes.items():
-            key = f"hooks.mixed_resolution.sizes.{group}"
-            check_known(group, task.config.views, f"{key}: no such group of views")
+            if group not in config["views"]:
+                yield f"sizes.{group}: no such group of views; {nearest(group, config['views'])}"
             for size in sizes:
                 if patch is not None and size % patch:
-                    raise UserError(
-                        f"{key}: {size} pixels cannot be divided into patches of {patch}; "
-                        f"{multiples(size, patch)}"
-                    )
+                    cut = f"{size} pixels cannot be divided into patches of {patch}"
+                    yield f"sizes.{group}: {cut}; {multiples(size, patch)}"
+
+    def on_start(self, task: Task) -> None:
+        self.seed = task.config.train.seed
 
     def wrap_batches(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
