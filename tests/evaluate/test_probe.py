@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -37,8 +38,8 @@ def _batches(*shape: int) -> list[tuple[Tensor, Tensor]]:
     draws = torch.Generator().manual_seed(0)
     target = torch.arange(12) % 3
     return [
-        (torch.randn(12, *shape, generator=draws) + target.view(12, *[1] * len(shape)), target)
-        for _ in range(8)
+        (drawn.double() + target.view(12, *[1] * len(shape)), target)
+        for drawn in (torch.randn(12, *shape, generator=draws) for _ in range(8))
     ]
 
 
@@ -55,16 +56,15 @@ def _alone(optimizer: str, groups: list[dict[str, Any]], lr: float) -> torch.opt
 @pytest.mark.parametrize("attentive", [False, True])
 def test_each_head_of_the_grid_is_as_if_trained_alone(optimizer: str, attentive: bool) -> None:
     torch.manual_seed(0)
-    head = AttentiveHead(6, 3, queries=2) if attentive else LinearHead(6, 3)
+    head = (AttentiveHead(6, 3, queries=2) if attentive else LinearHead(6, 3)).double()
     options = {"sgd": {"nesterov": True}, "lars": {"trust_coefficient": 0.1}}.get(optimizer, {})
-    grid = HeadGrid(head, normalization("batch", 6), GRID, optimizer, options)
+    grid = HeadGrid(head, normalization("batch", 6).double(), GRID, optimizer, options)
     batches = _batches(*((4, 6) if attentive else (6,)))
     for number, (x, target) in enumerate(batches):
         grid.fit(x, target, 1 - number / 8)
     for index, (lr, decay) in enumerate(GRID):
-        alone = AttentiveHead(6, 3, queries=2) if attentive else LinearHead(6, 3)
-        alone.load_state_dict(head.state_dict())
-        norm = nn.BatchNorm1d(6, eps=1e-6, affine=False)
+        alone = copy.deepcopy(head)
+        norm = nn.BatchNorm1d(6, eps=1e-6, affine=False).double()
         weights = [p for p in alone.parameters() if p.ndim > 1]
         groups = [
             {"params": weights, "weight_decay": decay},
@@ -79,7 +79,7 @@ def test_each_head_of_the_grid_is_as_if_trained_alone(optimizer: str, attentive:
             F.cross_entropy(alone(rows), target).backward()
             steps.step()
         for name, value in alone.named_parameters():
-            torch.testing.assert_close(grid.stacked[name][index], value, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(grid.stacked[name][index], value, atol=1e-9, rtol=1e-7)
         x, target = batches[0]
         correct = alone(norm.eval()(x.reshape(-1, 6)).view_as(x)).argmax(dim=1) == target
         assert torch.equal(grid.hits(x, target)[index], correct)
