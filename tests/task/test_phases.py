@@ -90,7 +90,10 @@ def test_a_run_that_reaches_its_target_ends(
 
 @pytest.mark.parametrize(
     ("metric", "mode", "step"),
-    [("val_error", "min", 2), ("v2/val_loss", "min", 2), ("knn_top1", "max", 4)],
+    [
+        *(("val_error", "min", 2), ("v2/val_loss", "min", 2), ("knn_top1", "max", 4)),
+        *(("feature_uniformity", "min", 2), ("lidar", "max", 4)),
+    ],
 )
 def test_the_name_of_a_metric_tells_its_direction(
     metric: str, mode: str, step: int, folder: Path, caplog: pytest.LogCaptureFixture

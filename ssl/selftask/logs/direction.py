@@ -9,7 +9,10 @@ from selftask.logs import get_logger
 log = get_logger(__name__)
 
 Mode = Literal["auto", "max", "min"]
-_SMALL = ("loss", "error", "perplexity", "distance", "chance_ratio", "_km", "unreadable")
+_SMALL = (
+    *("loss", "error", "perplexity", "distance", "chance_ratio", "_km", "unreadable"),
+    *("feature_uniformity", "feature_alignment"),
+)
 """Parts of the names of metrics whose small values are good."""
 
 
