@@ -149,8 +149,9 @@ class OBoW(EMATeacher):
         losses: list[Tensor] = []
         for level, bags in enumerate(batch["bags"]):
             weight = self.generators[level](self.vocabularies[level].rows)  # (K, E)
-            scores = self.config.kappa * F.linear(output, weight)
-            losses += [bag_divergence(scores[views], bags) for views in batch["by_size"]]
+            scores = (self.config.kappa * F.linear(output, weight)).unbind()  # of each view
+            for views in batch["by_size"]:
+                losses.append(bag_divergence(torch.stack([scores[v] for v in views]), bags))
         return torch.stack(losses).sum() / len(batch["bags"])
 
     @torch.no_grad()
