@@ -24,6 +24,7 @@ from selftask.models.feature_queue import FeatureQueue
 from selftask.models.features.extract import FeatureExtractor, adapter_of
 from selftask.models.features.levels import levels_of
 from selftask.models.heads import UnitLength, mlp
+from selftask.models.network import indices_by_size
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
@@ -106,13 +107,10 @@ class OBoW(EMATeacher):
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Use the first view for the teacher and the others for the student.
 
-        Set ``batch["by_size"]``, a list of the student's view numbers for each size.
+        Set ``batch["by_size"]``, the indices of the student's views of each size.
         """
         batch.input = batch.all_views[1:]
-        by_size: dict[torch.Size, list[int]] = {}
-        for number, view in enumerate(batch.input):
-            by_size.setdefault(view.shape, []).append(number)
-        batch["by_size"] = [*by_size.values()]
+        batch["by_size"] = indices_by_size(batch.input)
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:

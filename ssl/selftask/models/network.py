@@ -145,27 +145,31 @@ class MapNetwork(Network):
         return PatchOutput(self.head(features.tokens.map), features)
 
 
+def indices_by_size(views: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of the views of each size; views of one size need not be adjacent."""
+    groups: dict[torch.Size, list[int]] = {}
+    for index, view in enumerate(views):
+        groups.setdefault(view.shape, []).append(index)
+    return [*groups.values()]
+
+
 def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:
     """Run ``backbone`` once for each size of views; return features (V*B, E) in view order.
 
-    Views of one size need not be adjacent. For a transformer with a fixed grid of patches,
-    positions are interpolated to views of other sizes. Raises ValueError if the views hold
-    different numbers of images.
+    For a transformer with a fixed grid of patches, positions are interpolated to views of other
+    sizes. Raises ValueError if the views hold different numbers of images.
     """
     num_images = [len(view) for view in views]
     if len(set(num_images)) != 1:
         raise ValueError(f"every view must hold the same images, got batches of {num_images}")
-    indices: dict[torch.Size, list[int]] = {}
-    for index, view in enumerate(views):
-        indices.setdefault(view.shape, []).append(index)
-
+    groups = indices_by_size(views)
     features: dict[int, Tensor] = {}
-    for same_size in indices.values():
+    for same_size in groups:
         images = [views[index] for index in same_size]
         together = images[0] if len(images) == 1 else torch.cat(images)  # (views * B, C, H, W)
         LAYER_DRAWS.enter(same_size)
         output = pooled(backbone, together)
-        if len(indices) == 1:
+        if len(groups) == 1:
             return output  # already in view order: no copy
         features.update(zip(same_size, output.chunk(len(same_size)), strict=True))
     return torch.cat([features[index] for index in range(len(views))])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +141,15 @@ def test_gray_png_of_16_bits_by_a_stated_range(tmp_path: Path) -> None:
 
 
 def test_color_png_of_16_bits_is_refused(tmp_path: Path) -> None:
-    """Pillow returns the upper byte of each value."""
-    cv2 = pytest.importorskip("cv2")
-    cv2.imwrite(str(tmp_path / "a.png"), np.full((4, 5, 3), 4000, np.uint16))
+    """Pillow returns the upper byte of each value, and cannot write such a file."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
+
+    header = struct.pack(">IIBBBBB", 5, 4, 16, 2, 0, 0, 0)  # 5 x 4 pixels, 16 bits, RGB
+    rows = (b"\0" + struct.pack(">H", 4000) * 15) * 4
+    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b""))
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
     with pytest.raises(UserError, match="16 bits per color"):
         build(path=str(tmp_path))

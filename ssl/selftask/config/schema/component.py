@@ -27,9 +27,10 @@ class Component:
 
     @classmethod
     def joined(cls, component: Component, values: Mapping[str, Any]) -> Component:
-        """Return a component of this class with further values.
+        """Return a component of this class with additional values.
 
-        They are those of fields of this class, or else arguments unless None.
+        A value whose name is a field of this class is stored there. The others become arguments,
+        except None.
         """
         own = [item.name for item in fields(cls)[2:] if item.name in values]
         others = {n: item for n, item in values.items() if n not in own and item is not None}

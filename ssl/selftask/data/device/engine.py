@@ -274,7 +274,7 @@ class Engine:
 
 
 def _join(steps: list[Step], position: int, arrays: list[list[Any]], joined: list[Any]) -> None:
-    """Join each step's arrays (B, ...) of n views to (B * n, ...): n rows for each image."""
+    """Interleave the arrays (B, ...) of a step's n views into (B * n, ...), image by image."""
     for step in steps:
         each = [arrays[view][position] for view in step.views]
         joined[step.number] = (

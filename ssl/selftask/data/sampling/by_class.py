@@ -62,7 +62,7 @@ class _ByClass(Sampler):
         return self._by_class[self._firsts[classes] + chosen]
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return an order of the images in all slots of an epoch, shuffled."""
+        """Return the shuffled order of all samples of an epoch."""
         order = epoch_order(self.pool.seed, epoch, self.num_samples)
         return FlatOrder(lambda positions: self.images(epoch, order.at(positions)))
 
