@@ -37,7 +37,7 @@ def test_dry_run_shows_plan_and_script(
     assert submit(tmp_path, *CLUSTER, *options, *more, "--dry-run") == 0
     shown = capsys.readouterr().out
     for fact in (
-        "nodes    2 x 4 processes = 8 ranks",
+        "nodes    2 x 4 ranks = 8 ranks",
         "batch    16 images = 2 a rank",
         "steps    15 in 3 epochs",
         "time     2 h 30 min a job",

@@ -67,17 +67,19 @@ class Plan:
         """Return a readable summary: ranks, batch, steps, time, disk."""
         config, launch = self.configs[0], self.configs[0].launch
         length = RunLength.of(config.train, self.num_samples)
+        epochs = length.num_epochs
         slurm = options_of(launch.slurm)
         limit = minutes(slurm.get("time", DEFAULT_MINUTES)) or DEFAULT_MINUTES
         default = "" if "time" in slurm else " (launch.slurm.time is not set)"
+        ranks = [f"{n} {plural('rank', n)}" for n in (launch.processes, launch.world_size)]
         per_rank = config.train.batch_size // launch.world_size
         partition = os.environ.get("SBATCH_PARTITION") or slurm.get("partition", "(the default)")
         lines = {
             "run": f"{config.method.name} with {title(config.backbone)}, {config.recipe}",
             "data": f"{self.num_samples} images",
-            "nodes": f"{launch.nodes} x {launch.processes} processes = {launch.world_size} ranks",
+            "nodes": f"{launch.nodes} x {ranks[0]} = {ranks[1]}",
             "batch": f"{config.train.batch_size} images = {per_rank} a rank",
-            "steps": f"{length.total_steps} in {length.num_epochs} epochs",
+            "steps": f"{length.total_steps} in {epochs} {plural('epoch', epochs)}",
             "time": f"{show_minutes(limit)} a job{default}",
             "queue": f"partition {partition}",
             "requeue": (
