@@ -40,9 +40,24 @@ def plan_data(config: Config, assumptions: Assumptions) -> FakeData:
         sampler = check_data(config, source)
     except UserError as error:
         raise UserError(f"{error}; to plan without the data, give samples=1.28M") from error
+    return data_like(config, source, sampler.num_samples, assumptions)
+
+
+def data_like(
+    config: Config, source: Source, num_samples: int, assumptions: Assumptions | None = None
+) -> FakeData:
+    """Return fake data with the sizes of ``source``, unless ``assumptions`` has others.
+
+    Args:
+        config: Config of the run.
+        source: Training images.
+        num_samples: Samples of an epoch.
+        assumptions: Assumptions of the plan.
+    """
+    assumptions = assumptions or Assumptions()
     return FakeData(
         config,
-        sampler.num_samples,
+        num_samples,
         len(source),
         assumptions.channels or channels_of(source),
         assumptions.classes or source.num_classes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from selftask.config.load import load_config
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import check_data, open_data
+from selftask.data.source import Source
 from selftask.errors import UserError, plural, reason_of
 from selftask.files.addresses import is_remote
 from selftask.run.status import Status
@@ -107,13 +109,13 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
     Raises:
         UserError: If anything is wrong; config problems of all runs are listed together.
     """
-    base, configs, samples = _read(recipe, expand_sweep(overrides))
+    base, configs, samples, unbuilt = _read(recipe, expand_sweep(overrides))
     first = configs[0]
     queue.check_idle(base)
     megabytes = _check_space(first, base, len(configs))
     partitions = chosen(first.launch)
     derived, workers, notes = derived_options(first, partitions)
-    notes += [*first.notes, *_check_build(configs)]
+    notes += [*first.notes, *sorted(unbuilt)]
     complete = [config.out for config in configs if Status(config).is_finished()]
     notes += [f"{out} is complete: its job will only say so" for out in complete]
     if str(base.resolve()).startswith("/tmp/"):
@@ -124,12 +126,13 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
     return Plan(configs, base, submissions, made, samples, megabytes, notes, snapshot)
 
 
-def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
-    """Return the common folder, the config of each run, and the samples per epoch of the first run.
+def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int, set[str]]:
+    """Return the common folder, the config of each run, samples per epoch of the first, and notes.
 
     Raises:
         ConfigError: If a config is invalid, with the problems of all runs.
     """
+    unbuilt: set[str] = set()
 
     def read(point: Point) -> tuple[Path, Config, int]:
         config = load_config(recipe, point.overrides)
@@ -142,12 +145,14 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
             )
         base = Path(config.out)
         config = replace(config, out=str(base / point.name))
-        sampler = check_data(config, open_data(config.data).train)
+        source = open_data(config.data).train
+        samples = check_data(config, source).num_samples
         check_same_run(config)
-        return base, config, sampler.num_samples
+        unbuilt.update(_build(config, source, samples))
+        return base, config, samples
 
     bases, configs, samples = zip(*load_points(points, read), strict=True)
-    return bases[0], [*configs], samples[0]
+    return bases[0], [*configs], samples[0], unbuilt
 
 
 def read_local(recipe: str, overrides: list[str]) -> tuple[list[Config], list[Submission]]:
@@ -160,10 +165,9 @@ def read_local(recipe: str, overrides: list[str]) -> tuple[list[Config], list[Su
     Raises:
         UserError: If a config is invalid, a job is queued, or there is too little disk space.
     """
-    base, configs, _ = _read(recipe, expand_sweep(overrides))
+    base, configs, _, _ = _read(recipe, expand_sweep(overrides))
     queue.check_idle(base)
     _check_space(configs[0], base, len(configs))
-    _check_build(configs)
     return configs, [_submission(recipe, config, config.data.num_workers) for config in configs]
 
 
@@ -234,26 +238,23 @@ def _check_space(config: Config, out: Path, runs: int) -> float:
     return megabytes
 
 
-def _check_build(configs: list[Config]) -> list[str]:
-    """Build each task on fake tensors, which have no memory; return notes about what failed.
+def _build(config: Config, source: Source, num_samples: int) -> Iterator[str]:
+    """Build the task on fake tensors, which have no memory; yield a note if that is impossible.
 
     Raises:
-        UserError: If a config does not fit its network or the length of its run, such as a rule
+        UserError: If the config does not fit its network or the length of its run, such as a rule
             for parameters that matches none.
     """
-    from selftask.plan.assumptions import Assumptions
-    from selftask.plan.data import plan_data
+    from selftask.plan.data import data_like
     from selftask.plan.simulation import fake_task  # slow: imports torch
 
-    for config in configs:
-        try:
-            with fake_task(config, plan_data(config, Assumptions())):
-                pass
-        except UserError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a user's network may need values or a device
-            return [f"the network is first built in the job; without memory: {reason_of(error)}"]
-    return []
+    try:
+        with fake_task(config, data_like(config, source, num_samples)):
+            pass
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a user's network may need values or a device
+        yield f"the network is first built in the job; without memory: {reason_of(error)}"
 
 
 def _checkpoint_megabytes(config: Config) -> float:
