@@ -86,7 +86,8 @@ class NonFiniteGuard(Hook):
 
     def on_forward(self, task: Task) -> None:
         if self.policy == "rollback" and self.has_failed and self.checks(task):
-            self._skip()
+            _restore(self.kept)
+            raise StepSkipped
 
     def on_loss_and_meter(self, task: Task) -> None:
         loss = task.last_batch.loss
@@ -129,10 +130,6 @@ class NonFiniteGuard(Hook):
             before = f", after {self.budget} skipped steps" if self.policy == "skip" else ""
             raise NonFiniteLoss(f"{text}{before}. {remedy}", step=step, exact=True)
         log.warning("%s; the step is skipped (train.on_nan=%s)", text, self.policy)
-        raise StepSkipped
-
-    def _skip(self) -> None:
-        _restore(self.kept)
         raise StepSkipped
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,9 +228,9 @@ def check_weights(task: Task) -> None:
 def _non_finite(task: Task, part_of: Callable[[nn.Parameter], Tensor | None]) -> list[str]:
     """Return the names of the parameters with a non-finite part, such as their gradient, here."""
     named = [
-        (f"{part}.{name}", value)
+        (name, value)
         for part, module in task.trained
-        for name, parameter in module.named_parameters()
+        for name, parameter in module.named_parameters(part)
         if (value := part_of(parameter)) is not None
     ]
     parts = local_parts([value for _, value in named])

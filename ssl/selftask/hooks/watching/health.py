@@ -195,11 +195,7 @@ class Health(Hook):
 
 def _parameters(task: Task) -> set[str]:
     """Return the names of the parameters of the network and the method."""
-    return {
-        f"{name}.{parameter}"
-        for name, module in task.trained
-        for parameter, _ in module.named_parameters()
-    }
+    return {name for part, module in task.trained for name, _ in module.named_parameters(part)}
 
 
 def _peak(task: Task) -> float:

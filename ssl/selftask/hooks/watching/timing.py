@@ -67,10 +67,10 @@ class Timing(Hook):
         if is_accelerator(task.device):
             self.clock = partial(record_event, task.device, timing=True)
         for name, module in (("forward", task.model), ("loss", task.loss)):
-            module.register_forward_pre_hook(self._beginning(name), prepend=True)
-            module.register_forward_hook(self._beginning("hooks"))
-        task.optimizer.optimizer.register_step_pre_hook(self._beginning("update"))
-        task.optimizer.optimizer.register_step_post_hook(self._beginning("hooks"))
+            module.register_forward_pre_hook(partial(self._begin, name), prepend=True)
+            module.register_forward_hook(partial(self._begin, "hooks"))
+        task.optimizer.optimizer.register_step_pre_hook(partial(self._begin, "update"))
+        task.optimizer.optimizer.register_step_post_hook(partial(self._begin, "hooks"))
 
     def on_phase_start(self, task: Task) -> None:
         self.listening = task.train
@@ -125,14 +125,8 @@ class Timing(Hook):
                 return
             yield batch
 
-    def _beginning(self, section: str) -> Callable[..., None]:
-        def begin(*_: Any) -> None:
-            self._begin(section)
-
-        return begin
-
-    def _begin(self, section: str | None) -> None:
-        """Start ``section``; None stops the measurement."""
+    def _begin(self, section: str | None, *_: Any) -> None:
+        """Start ``section``; None stops the measurement. Also a hook of modules and optimizers."""
         if not self.listening:
             return
         if self.range is not None:
