@@ -153,7 +153,7 @@ def test_training_waits_if_too_many_rows_wait(
 
     def until_it_waits(step: int) -> None:
         give_up = time.monotonic() + SOON_S
-        while not writer.told_of_waiting and time.monotonic() < give_up:
+        while not writer.has_warned and time.monotonic() < give_up:
             time.sleep(0.005)
 
     writer.before = until_it_waits

@@ -88,13 +88,12 @@ class Writer(Hook):
             return
         self._begin(task)  # an evaluation at step 0 precedes on_start
         if self.alive:
-            self._guarded(lambda: self._pass_on(self._writing(task)))
+            self._guarded(lambda: self._run_or_queue(self._writing(task)))
 
     def before_save(self, task: Task) -> None:
         """Write all pending rows, since a resume does not repeat those before the checkpoint."""
         if self._is_open and self.background is not None:
-            with activity(f"waiting for hooks.{self.title} to write its rows"):
-                self._tell_of(self.background.wait())
+            self._wait_for_rows(self.background.wait)
 
     def on_end(self, task: Task) -> None:
         self._end(failed=False)
@@ -106,7 +105,7 @@ class Writer(Hook):
     def _begin(self, task: Task) -> None:
         if not hasattr(self, "alive"):
             self.alive = True
-            self.told_of_waiting = False
+            self.has_warned = False
             self.background: Background | None = None
             if self.takes_media and task.media is None:
                 task.media = {}
@@ -118,9 +117,7 @@ class Writer(Hook):
         if not hasattr(self, "alive"):
             return
         if self.background is not None:
-            with activity(f"waiting for hooks.{self.title} to write its rows"):
-                remaining = self.background.close()
-            self._tell_of(remaining)
+            remaining = self._wait_for_rows(self.background.close)
             self.background = None
             self.alive &= not remaining  # a writer that does not respond is not closed
         if self.alive:
@@ -148,13 +145,13 @@ class Writer(Hook):
 
         return write
 
-    def _pass_on(self, write: Callable[[], None]) -> None:
+    def _run_or_queue(self, write: Callable[[], None]) -> None:
         """Write now, or queue the write for the thread, which skips it if the writer has failed."""
         if self.background is None:
             write()
             return
-        if self.background.is_full and not self.told_of_waiting:
-            self.told_of_waiting = True
+        if self.background.is_full and not self.has_warned:
+            self.has_warned = True
             log.warning(
                 "hooks.%s is slower than rows come, and training waits for it; a larger "
                 "train.log_every makes fewer of them",
@@ -163,7 +160,10 @@ class Writer(Hook):
         with activity(f"waiting for hooks.{self.title}"):
             self.background.add(lambda: self._guarded(write) if self._is_open else None)
 
-    def _tell_of(self, remaining: int) -> None:
+    def _wait_for_rows(self, wait: Callable[[], int]) -> int:
+        """Call ``wait`` of the thread; warn of rows that remain, and return their number."""
+        with activity(f"waiting for hooks.{self.title} to write its rows"):
+            remaining = wait()
         if remaining:
             log.warning(
                 "hooks.%s does not answer: %d %s not written yet, training continues",
@@ -171,6 +171,7 @@ class Writer(Hook):
                 remaining,
                 "row is" if remaining == 1 else "rows are",
             )
+        return remaining
 
     def _guarded(self, do: Callable[[], None]) -> None:
         """Call ``do``; if it raises, warn and disable the writer."""
