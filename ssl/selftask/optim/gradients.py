@@ -12,6 +12,7 @@ from selftask.distributed.collectives import all_gather_cat
 from selftask.distributed.shards import ranks_of_shards
 
 _EPS = 1e-6  # added to a norm before dividing by it, as in torch's clip_grad_norm_
+_MIN_WEIGHT = 1e-3  # lower bound of weight norms, so that units with weights of zero can be trained
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Any]:
@@ -106,25 +107,22 @@ def clip_value(grads: list[Any], max_value: float) -> None:
 
 
 @torch.no_grad()
-def clip_adaptively(
-    parameters: Iterable[nn.Parameter], max_ratio: float, *, eps: float = 1e-3
-) -> None:
+def clip_adaptively(parameters: Iterable[nn.Parameter], max_ratio: float) -> None:
     """Clip gradients unit-wise and in place: adaptive clipping, arXiv:2102.06171, equation 3.
 
-    The gradient G of a unit with weights W is scaled to max_ratio * max(|W|, eps) if its norm is
+    The gradient G of a unit with weights W is scaled to max_ratio * max(|W|, 1e-3) if its norm is
     larger. A unit is a row: the weights of one output. Biases and gains are one unit. Every rank
     must call this function if there are shards.
 
     Args:
         parameters: Parameters whose gradients are clipped, if they have one.
         max_ratio: Largest ratio of a unit's gradient norm to its weight norm.
-        eps: Lower bound of weight norms, so that units with weights of zero can be trained.
     """
     for parameter in parameters:
         if parameter.grad is None:
             continue
         weight, grad = (_unit_norm(tensor) for tensor in (parameter.detach(), parameter.grad))
-        limit = weight.clamp(min=eps) * max_ratio
+        limit = weight.clamp(min=_MIN_WEIGHT) * max_ratio
         scale = torch.where(grad > limit, limit / grad.clamp(min=_EPS), 1.0)
         local_parts([parameter.grad])[0].mul_(scale)
 

@@ -60,8 +60,7 @@ class ClipGradients(Hook):
         p = math.inf if self.norm_type == "max" else self.norm_type
         if self.mode in ("norm", "per_parameter"):
             each = self.mode == "per_parameter"
-            norm = clip_norm(grads, self.max_norm, p=p, each=each)
-            task.log("grad_norm", norm)
+            task.log("grad_norm", clip_norm(grads, self.max_norm, p=p, each=each))
             return
         if task.should_log:
             task.log("grad_norm", total_norm(grads, p))
