@@ -39,7 +39,6 @@ from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
-
 FORMAT = 1  # version that is written; older ones can be read
 _ENTRIES = {
     **dict.fromkeys(("model", "method", "optimizer", "scaler", "clock", "hooks", "scalars"), dict),

@@ -23,9 +23,17 @@ _STATISTICS = {
 _COUNTERS = {"allocated": "current_allocated_memory", "reserved": "driver_allocated_memory"}
 
 
+def available() -> torch.device | None:
+    """Return the accelerator of this machine, or None.
+
+    Where there is none, ``current_accelerator`` alone returns the type that torch was built for.
+    """
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
 def names() -> list[str]:
     """Return the name of each accelerator that torch sees, such as ``NVIDIA H200``."""
-    device = _current()
+    device = available()
     if device is None:
         return []
     name = getattr(_module(device), "get_device_name", lambda index: device.type)
@@ -127,7 +135,7 @@ def empty_cache(device: torch.device) -> None:
 
 def rng_state() -> dict[str, torch.Tensor]:
     """Return device type -> state of the current accelerator's generator; empty without one."""
-    device = _current()
+    device = available()
     if device is None:
         return {}
     return {device.type: _module(device).get_rng_state()}
@@ -135,7 +143,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore a result of ``rng_state``; states of other device types are ignored."""
-    device = _current()
+    device = available()
     if device is not None and device.type in state:
         _module(device).set_rng_state(state[device.type])
 
@@ -149,14 +157,6 @@ def forked_rng() -> Iterator[None]:
             yield
         finally:
             set_rng_state(before)
-
-
-def _current() -> torch.device | None:
-    """Return the accelerator of this machine, or None.
-
-    Where there is none, ``current_accelerator`` alone returns the type that torch was built for.
-    """
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def _module(device: torch.device) -> Any:

@@ -11,21 +11,14 @@ from typing import Literal
 
 import torch
 
+from selftask.distributed.accelerator import available
 from selftask.distributed.world import World
 from selftask.errors import UserError, plural
 
 _BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16")  # Intel; Intel and AMD; ARM
-
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
-
-
 _KEPT = 1 << 30  # trim threshold: bytes of free memory kept at the end of the heap
-
-
 _LARGEST = 32 << 20  # bytes of a kept block: the maximum of glibc's dynamic mmap threshold
-
-
 _SETTINGS = ("mmap_threshold", "trim_threshold", "top_pad", "mmap_max")
 
 
@@ -40,7 +33,7 @@ def pick_device(name: str, world: World) -> torch.device:
     Raises:
         UserError: If torch sees no accelerator of that type, or if ranks would share a GPU.
     """
-    seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    seen = available()
     if name == "cpu" or (name == "auto" and seen is None):
         return torch.device("cpu")
     if seen is None or name not in ("auto", seen.type):
