@@ -49,8 +49,7 @@ def export_backbone(task: Task, student: str | None = None) -> nn.Module:
     )
     with averaged_weights(task) as averaged:
         backbone = task.reduction.unsharded(backbone, lambda: _new_backbone(task, student))
-        backbone = deepcopy(backbone) if averaged else backbone
-        backbone = merged(backbone)
+        backbone = merged(deepcopy(backbone) if averaged else backbone)
     for change in task.before_export:
         backbone = change(backbone)
     return backbone

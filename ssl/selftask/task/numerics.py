@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -86,11 +86,9 @@ def agree_on_precision(task: Task) -> None:
 def _precision_on_cpu(config: Config, backbone: nn.Module | None) -> tuple[str, str]:
     """Return the precision on a CPU that computes in bfloat16, and the reason."""
     if backbone is None:
-        try:
-            with torch.random.fork_rng(devices=[]):
-                backbone = build_on_meta(config.backbone, channels=3)
-        except UserError:  # reported when the backbone is built with the channels of the data
-            backbone = None
+        # a UserError is raised again when the backbone is built with the channels of the data
+        with suppress(UserError), torch.random.fork_rng(devices=[]):
+            backbone = build_on_meta(config.backbone, channels=3)
     if backbone is None:
         return "float32", "auto: the widths of this backbone are not known before it is built"
     gains, reason = gains_from_bfloat16(backbone)
