@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
@@ -27,6 +26,7 @@ from selftask.models.features.unet_decoder import UNetDecoder
 from selftask.models.masks import hide_patches, masked_mean, split_patches
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import to_float32
+from selftask.parallel.sync_batch_norm import has_batch_norm
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
 
@@ -104,7 +104,7 @@ class SparK(MaskedPatches):
             dim=width,
             stride=stride,
             channels=channels,
-            batch_norm=any(isinstance(part, _BatchNorm) for part in backbone.modules()),
+            batch_norm=has_batch_norm(backbone),
         )
         return decoder, [level.layer for level in levels]
 

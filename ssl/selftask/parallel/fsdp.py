@@ -28,7 +28,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import empty as empty_shards
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from selftask.distributed.accelerator import forked_rng, is_accelerator
@@ -42,6 +41,7 @@ from selftask.parallel.initial_weights import InitialWeights
 from selftask.parallel.manual import ManualReduction
 from selftask.parallel.rank_groups import rank_groups
 from selftask.parallel.reduction import Named, Reduction
+from selftask.parallel.sync_batch_norm import has_batch_norm
 from selftask.parallel.unused import count_ranks, describe, set_flags
 
 log = get_logger(__name__)
@@ -182,7 +182,7 @@ class FSDPReduction(Reduction):
         Parts with BatchNorm stay in float32, since its statistics require it. Autocast still runs
         their matrix products in low precision.
         """
-        if self._low is None or any(isinstance(m, _BatchNorm) for m in part.modules()):
+        if self._low is None or has_batch_norm(part):
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=self._low, reduce_dtype=torch.float32)
 

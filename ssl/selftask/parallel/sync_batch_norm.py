@@ -200,6 +200,11 @@ _SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
 }
 
 
+def has_batch_norm(module: nn.Module) -> bool:
+    """Return True if a module contains BatchNorm, synchronized or not."""
+    return any(isinstance(part, _BatchNorm) for part in module.modules())
+
+
 def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
     """Replace every BatchNorm in ``module`` with a synchronized one of the same name and state.
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import prod
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from selftask.config.schema import Config
 from selftask.parallel.blocks import find_blocks
+from selftask.parallel.sync_batch_norm import has_batch_norm
 from selftask.plan.fake_task import FakeTask
 
 FULL, HALF = 4, 2  # bytes per element
@@ -85,9 +85,9 @@ def units_of(network: nn.Module, config: Config, task: FakeTask) -> Units:
     blocks = find_blocks(network)
     inside = {p for block in blocks for p in block.parameters()}
     rest = [p for p in network.parameters() if p not in inside]
-    is_low = low and not _has_batch_norm(network)
+    is_low = low and not has_batch_norm(network)
     return Units(
-        [_unit(b.parameters(), ranks, low and not _has_batch_norm(b)) for b in blocks],
+        [_unit(b.parameters(), ranks, low and not has_batch_norm(b)) for b in blocks],
         _unit(rest, ranks, is_low),
         is_low,
     )
@@ -109,7 +109,3 @@ def _padded(parameter: nn.Parameter, ranks: int) -> int:
     """Return the number of elements after padding the first dimension to a multiple of ranks."""
     rows, *others = parameter.shape or (1,)
     return -(-rows // ranks) * ranks * prod(others)
-
-
-def _has_batch_norm(module: nn.Module) -> bool:
-    return any(isinstance(part, _BatchNorm) for part in module.modules())

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from selftask import classy
 from selftask.checkpoint import manifest, rotation, store
@@ -30,6 +29,7 @@ from selftask.files.received import UnreadableFile
 from selftask.hooks.base import Task
 from selftask.logs import get_logger
 from selftask.optim.build import lr_schedule
+from selftask.parallel.sync_batch_norm import has_batch_norm
 from selftask.random import process_state
 from selftask.task.averaged_weights import averaged_weights
 
@@ -349,10 +349,7 @@ def _log_new_statistics(task: Task, state: dict[str, Any]) -> None:
         return
     before, now = len(state["rng"]), task.world.size
     images = state["length"]["batch_size"] // before, task.length.batch_size // now
-    parts = (task.base_model, task.loss)
-    if images[0] != images[1] and any(
-        isinstance(module, _BatchNorm) for part in parts for module in part.modules()
-    ):
+    if images[0] != images[1] and any(map(has_batch_norm, (task.base_model, task.loss))):
         log.warning(
             "BatchNorm takes its statistics per rank: over %d images now (%d %s), %d before (%d); "
             "the result depends on it. parallel.sync_batch_norm=all takes those of all ranks",
