@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -200,3 +200,12 @@ class Batch:
     def sample(self) -> dict[str, Any]:
         """Input, target and index, under the names that Classy Vision's hooks use."""
         return {"input": self.input, "target": self.labels, "index": self.index}
+
+
+def with_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Return the batch with floating-point views in ``dtype``; a user's may be integers."""
+    views = {
+        name: [view.to(dtype) if view.is_floating_point() else view for view in group]
+        for name, group in batch.views.items()
+    }
+    return replace(batch, views=views)

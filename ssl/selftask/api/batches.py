@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from selftask.batch import Batch, Draws, Extras
+from selftask.batch import Batch, Draws, Extras, with_dtype
 from selftask.config.checks.requirements import count_problems
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
@@ -41,7 +41,7 @@ def first_batch(batches: Any) -> Batch:
     """
     if not _length(batches):
         raise UserError("batches: expected an iterable with a length, the batches of an epoch")
-    with _Generators(seed=0).in_use():  # those of the caller stay the same
+    with _Generators(seed=0).in_use():
         return as_batch(next(iter(batches)), 0, 1)
 
 
@@ -245,7 +245,7 @@ class TaskOfBatches(Task):
             for item in read_epoch(self.user_batches, epoch, start, self.config.train.seed):
                 batch = as_batch(item, number, per_epoch, full_size)
                 check_batch(self.loss, batch, has_index=isinstance(item, Batch))
-                yield _moved(_of_dtype(batch, dtype), self.device)
+                yield _moved(with_dtype(batch, dtype), self.device)
                 number += 1
             if number < (epoch + 1) * per_epoch:
                 raise UserError(
@@ -337,15 +337,6 @@ class _Generators:
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
         return before
-
-
-def _of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Return the batch with views of the network's data type; views from NumPy are float64."""
-    views = {
-        name: [view.to(dtype) if view.is_floating_point() else view for view in group]
-        for name, group in batch.views.items()
-    }
-    return replace(batch, views=views)
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from selftask.batch import Batch
+from selftask.batch import Batch, with_dtype
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
 from selftask.equivalence.progress import WatchedSteps
@@ -76,9 +76,7 @@ class RecordedTask(Task):
         super().prepare(*args, **kwargs)
         self.data_module: Any = _InDouble(self.data_module)
         modules = (("network", self.base_model), ("method", self.loss))
-        named = [
-            (f"{part}.{n}", p) for part, module in modules for n, p in module.named_parameters()
-        ]
+        named = chain.from_iterable(module.named_parameters(part) for part, module in modules)
         self.trained_parameters = {name: p for name, p in named if p.requires_grad}
         self._count_exchanges()
         prepare_batch = self.loss.prepare_batch
@@ -201,17 +199,10 @@ class _InDouble:
         return getattr(self._feed, name)
 
     def train_batches(self, first: int) -> Iterator[Batch]:
-        return map(_in_double, self._feed.train_batches(first))
+        return (with_dtype(batch, torch.float64) for batch in self._feed.train_batches(first))
 
     def iterate_all(self) -> Iterator[Batch]:
-        return map(_in_double, self._feed.iterate_all())
-
-
-def _in_double(batch: Batch) -> Batch:
-    def double(view: Tensor) -> Tensor:  # an own transform may give integers
-        return view.double() if view.is_floating_point() else view
-
-    return replace(batch, views=tree_map_only(Tensor, double, batch.views))
+        return (with_dtype(batch, torch.float64) for batch in self._feed.iterate_all())
 
 
 def _generator_states() -> dict[str, Any]:
