@@ -170,6 +170,7 @@ def optimizers(task: Task) -> tuple[Any, dict[str, Any]]:
     config, modules = task.config, task.trained
     parts = divide(modules, {name: one.match for name, one in config.optimizers.items()})
     sections = zip(parts.items(), config.all_optimizers.items(), strict=True)
+    named = named_parameters(modules)  # once each, also if the method has the network's modules
     built: dict[Any, Any] = {}
     for (name, parameters), (key, section) in sections:
         reduction = task.reductions[name]
@@ -184,7 +185,6 @@ def optimizers(task: Task) -> tuple[Any, dict[str, Any]]:
             only=parameters,
             key=dotted(key),
         )
-        named = named_parameters(modules)  # once each, also if the method has the network's modules
         reduction.register([(one.name, one.value) for one in named if one.value in parameters])
     return built.pop(None), built
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from selftask.errors import plural
 from selftask.hooks.base import Hook, Task
 from selftask.logs import get_logger
 
@@ -26,7 +27,6 @@ class CompileReport(Hook):
     priority: ClassVar[int] = 95
 
     def __init__(self) -> None:
-        super().__init__()
         self.steps, self.graphs = 0, 0
         self.breaks_before, self.graphs_before = _breaks(), _num_graphs()
 
@@ -52,12 +52,12 @@ class CompileReport(Hook):
         if not self.graphs:
             log.warning("compile: no graph was made, the network runs eagerly")
             return
-        log.info("compile: %d %s", self.graphs, "graph" if self.graphs == 1 else "graphs")
+        log.info("compile: %d %s", self.graphs, plural("graph", self.graphs))
         for reason, count in breaks.most_common(3):
             log.warning(
                 "compile: %d graph %s, where Python runs code that is not compiled: %s",
                 count,
-                "break" if count == 1 else "breaks",
+                plural("break", count),
                 _shorten(reason),
             )
 

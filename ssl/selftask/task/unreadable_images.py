@@ -23,11 +23,10 @@ class UnreadableImages(Hook):
             that has unreadable images, unless the list is empty; None: they are only logged.
     """
 
-    def __init__(self, note: Callable[[list[str]], None] | None = None) -> None:
-        super().__init__()
-        self.note = note
-
     priority: ClassVar[int] = 66  # after `evaluation`, which reads images; before `metrics`
+
+    def __init__(self, note: Callable[[list[str]], None] | None = None) -> None:
+        self.note = note
 
     def on_step(self, task: Task) -> None:
         if not task.phase_finished:

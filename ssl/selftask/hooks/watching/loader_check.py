@@ -29,7 +29,6 @@ class LoaderCheck(Hook):
     priority: ClassVar[int] = 90
 
     def __init__(self) -> None:
-        super().__init__()
         self.steps = 0
         self.start: Any = None  # event of the current step's forward pass
         self.times: list[tuple[Any, Any]] = []

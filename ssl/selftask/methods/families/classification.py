@@ -65,8 +65,8 @@ class Classification(Method):
                 yield "freeze_backbone: true freezes the adapters of backbone.lora, too"
             if self.head and self.heads:
                 yield "heads: there is method.head, too; put it among them under a name"
-            for name in self.heads:
-                if not self.heads[name]:
+            for name, blocks in self.heads.items():
+                if not blocks:
                     yield f"heads.{name}: a list of blocks is expected, such as [linear]"
             for name in self.head_weights:
                 if name not in self.heads:

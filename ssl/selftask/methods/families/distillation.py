@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
-from selftask.methods.base import Method, NumViews, Task
+from selftask.methods.base import Method, Task
 from selftask.models.build import embed_dim
 from selftask.models.distillation.patch_targets import PatchTokenizer, TokenTargets
 from selftask.models.feature_queue import FeatureQueue
@@ -54,7 +54,6 @@ class Distillation(Method):
     """Method whose student learns the output of ``self.teacher``, a frozen trained network."""
 
     loss_reduction = "samples"
-    views: ClassVar[NumViews | dict[str, NumViews]] = (1, None)
     learns_scores: ClassVar[bool] = True
     """Whether the teacher must have a head that scores classes or prototypes."""
 
