@@ -244,7 +244,7 @@ def test_what_else_is_worth_a_line() -> None:
     assert texts[1:] == ["resumed 5 times, requeued 1 time", "2 warnings, the last: b"]
     worse = [*evaluated((0, 0.17)), *rows(), *evaluated((200, 0.1))]
     (finding,) = judge(worse, [], FINISHED).findings
-    assert finding.text == "knn_top1 is 0.1, less than that of the untrained network (0.17)"
+    assert finding.text == "knn_top1 is 0.1, less than before training (0.17)"
 
 
 @pytest.mark.parametrize(

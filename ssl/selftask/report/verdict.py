@@ -253,7 +253,7 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 text = f"{name} was best at step {step:,} ({best:.3g}) and is {now:.3g} now; "
                 text += f"train.keep_best.metric={name} keeps the best checkpoint"
             else:
-                text = f"{name} is {now:.3g}, less than that of the untrained network ({best:.3g})"
+                text = f"{name} is {now:.3g}, less than before training ({best:.3g})"
             findings.append(Finding("warning", text))
     return findings
 
