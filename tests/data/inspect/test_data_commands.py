@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import io
 import json
 import os
 import shutil
@@ -20,14 +19,11 @@ from PIL import Image
 
 import tiny
 from data.odd_files import bomb, make_bad, make_odd_but_sound, make_photographs
-from selftask.cli.data import COMMANDS
-from selftask.cli.inspect_data.inspect_commands import CountDone
 from selftask.cli.main import main
-from selftask.cli.options import take_options
 from selftask.data.inspect.check import check
 from selftask.data.inspect.worker_pool import Lost, map_images
 from selftask.data.source import Source
-from selftask.errors import BadImage, RunError, UserError
+from selftask.errors import BadImage, RunError
 
 
 class Numbers(Source):
@@ -70,9 +66,6 @@ def fail(error: Exception) -> Callable[[], None]:
 def run_check(capfd: pytest.CaptureFixture[str], *argv: str) -> tuple[int, list[str]]:
     code = main(["data", "check", *argv])
     return code, capfd.readouterr().out.splitlines()
-
-
-# ---- check
 
 
 def test_check_reports_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -259,9 +252,6 @@ def _lives(pid: int) -> bool:
         return False
 
 
-# ---- the command line
-
-
 def test_check_needs_no_torch(tmp_path: Path) -> None:
     make_photographs(tmp_path / "photos", 3)
     code = (
@@ -274,54 +264,6 @@ def test_check_needs_no_torch(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-2:] == ["CHECK ok: all 3 images can be read", "HEAVY []"]
     assert done.returncode == 0
     assert done.stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["chekc", "x"], "did you mean 'check'?"),
-        (["check"], "needs a SOURCE"),
-        (["check", "data.labels=false"], "needs a SOURCE"),
-        (["check", "no/such/folder"], "no such folder"),
-        (["check", "digits", "--worker", "2"], "did you mean '--workers'?"),
-        (
-            ["check", "digits", "--workers", "two"],
-            "--workers two: expected 0 or a positive whole number",
-        ),
-        (["check", "digits", "--workers", "0"], "--workers 0"),
-        (["check", "digits", "--workers"], "--workers needs a value"),
-        (["check", "digits", "--json=yes"], "--json takes no value"),
-        (["check", "digits", "--out", "no/such/x.txt"], "there is no folder"),
-        (["check", "digits", "data.max_pixel=3"], "did you mean 'data.max_pixels'?"),
-        (["stats"], "needs a SOURCE"),
-        (["stats", "digits", "--max", "0"], "--max 0"),
-        (["stats", "digits", "--max", "-3"], "expected 0 or a positive whole number"),
-    ],
-)
-def test_bad_arguments_of_data_check_and_stats_are_refused(
-    argv: list[str], said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["data", *argv]) == 2
-    error = capfd.readouterr().err
-    assert said in error
-    assert "Traceback" not in error
-
-
-def test_options_among_words() -> None:
-    known = {"--workers": int, "--out": str, "--json": bool}
-    words, options = take_options(["a", "--workers=3", "b=c", "--out", "x y", "--json"], known)
-    assert words == ["a", "b=c"]
-    assert options == {"--workers": 3, "--out": "x y", "--json": True}
-    with pytest.raises(UserError, match="--out needs a value"):
-        take_options(["--out"], known)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_every_command(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", name, "--help"]) == 0
-    assert capfd.readouterr().out.startswith(f"usage: selftask data {name} ")
-    assert main(["data"]) == 0
-    assert f"selftask data {name} " in capfd.readouterr().out
 
 
 def test_a_subset_of_files_is_still_files(
@@ -349,54 +291,3 @@ def test_what_a_list_names_is_checked(tmp_path: Path, capfd: pytest.CaptureFixtu
         f"{tmp_path}/pipe.jpg": "a named pipe, not a file",
         f"{tmp_path}/nowhere.jpg": "no such file or directory",
     }
-
-
-class Terminal(io.StringIO):
-    """Takes itself for a terminal, or not."""
-
-    def __init__(self, is_terminal: bool) -> None:
-        super().__init__()
-        self.is_terminal = is_terminal
-
-    def isatty(self) -> bool:
-        return self.is_terminal
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_on_a_terminal_and_in_a_log(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, now = Terminal(is_terminal), [0.0]
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr("selftask.cli.inspect_data.inspect_commands.time.monotonic", lambda: now[0])
-    with CountDone("read", 1000) as count:
-        for done in range(1, 1001):
-            now[0] += 0.0625
-            count(done)
-    said = stream.getvalue()
-    if is_terminal:
-        assert said.count("\r") == 1000 // 4 + 1, "each 0.2 s, that is each fourth image"
-        assert "\n" not in said
-        assert said.endswith("\r\033[K"), "nothing of it stays"
-        assert "\rread 500 of 1,000, 16 images/s, 31 s left\033[K" in said
-    else:
-        first = "read 480 of 1,000, 16 images/s, 32 s left"
-        assert said.splitlines() == [first, "read 960 of 1,000, 16 images/s, 2 s left"]
-
-
-def test_an_interrupt_ends_a_survey_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("selftask.data.inspect.check.check", _failing(KeyboardInterrupt()))
-    assert main(["data", "check", "digits"]) == 130
-    assert capfd.readouterr().err.splitlines()[-1] == "interrupted"
-    monkeypatch.setattr("selftask.data.inspect.check.check", _failing(RunError("they all end")))
-    assert main(["data", "check", "digits"]) == 1
-    assert capfd.readouterr().err.splitlines()[-1] == "error: they all end"
-
-
-def _failing(error: BaseException) -> Callable[..., None]:
-    def check(*words: object, **more: object) -> None:
-        raise error
-
-    return check
