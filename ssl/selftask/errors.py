@@ -118,6 +118,16 @@ def describe_exit(code: int | None) -> str:
     return f"ended with code {code}"
 
 
+def interrupt_in(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the KeyboardInterrupt that an error is, or during which it was raised; else None.
+
+    A library may fail as it cleans up after an interrupt, such as one in the middle of an import.
+    """
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error
+
+
 def plural(noun: str, number: float) -> str:
     """Return a noun, with an appended ``s`` unless ``number`` is 1."""
     return noun if number == 1 else f"{noun}s"

@@ -130,6 +130,23 @@ def test_a_signal_before_the_first_step(
     assert tiny.status(folder / "run")["state"] == "interrupted"
 
 
+def test_a_signal_behind_an_error_of_a_library(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM in the middle of an import: torch fails to import the rest as it cleans up."""
+
+    def join(*_: object, **__: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            raise AttributeError("module 'sympy' has no attribute 'logic'")
+
+    monkeypatch.setattr(process_group, "join_world", join)
+    assert train(folder) == 128 + signal.SIGTERM
+    assert last_line(capsys).startswith("RUN interrupted by SIGTERM at step 0; left at once; ")
+    assert tiny.status(folder / "run")["state"] == "interrupted"
+
+
 def test_a_signal_after_a_failed_run_in_the_same_job(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

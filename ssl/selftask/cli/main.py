@@ -14,7 +14,14 @@ from collections.abc import Callable
 from selftask.cli.options import HELP, asks_for_help, refuse_ranks
 from selftask.cli.verbosity import TALKATIVE, print_versions, take_verbosity
 from selftask.distributed.garbage import seldom_collected
-from selftask.errors import ConfigError, RunError, UserError, check_known, printable
+from selftask.errors import (
+    ConfigError,
+    RunError,
+    UserError,
+    check_known,
+    interrupt_in,
+    printable,
+)
 from selftask.files import paths
 from selftask.logs.verbosity import verbosity
 
@@ -118,7 +125,7 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
     try:
         return command(argv)
     except UserError as error:
-        if _hides_interrupt(error):
+        if interrupt_in(error) is not None:
             return _interrupted()
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         for problem in problems:
@@ -145,14 +152,6 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
 
 def _print_error(message: str) -> None:
     print(f"error: {printable(message)}", file=sys.stderr)
-
-
-def _hides_interrupt(error: BaseException) -> bool:
-    """Return whether an error is a KeyboardInterrupt or was raised during one."""
-    context = error.__context__
-    return isinstance(error, KeyboardInterrupt) or (
-        context is not None and _hides_interrupt(context)
-    )
 
 
 def _interrupted() -> int:

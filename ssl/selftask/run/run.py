@@ -29,7 +29,7 @@ from selftask.distributed.device import keep_freed_memory, precision_advice
 from selftask.distributed.garbage import usually_collected
 from selftask.distributed.local_process import raise_limit_of_open_files
 from selftask.distributed.world import STOP_SIGNALS, read_world
-from selftask.errors import RunError, UserError, explained
+from selftask.errors import RunError, UserError, explained, interrupt_in
 from selftask.evaluate.online import check_evaluations, evaluate_task
 from selftask.files.replace import write_durably
 from selftask.logs import DETAIL, LOGGER, events
@@ -235,12 +235,12 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
             watch.stop()
             upload()
             code = ending.interrupted(stopped_by) if stopped_by else ending.finished()
-    except KeyboardInterrupt as stop:
-        code = ending.aborted(str(stop) or "SIGINT")
-        if raises:
-            raise
     except BaseException as error:
-        code = ending.failed(error, watch)
+        stop = interrupt_in(error)
+        if stop is None:
+            code = ending.failed(error, watch)
+        else:
+            code = ending.aborted(str(stop) or "SIGINT")
         if raises:
             raise
     finally:
