@@ -21,6 +21,7 @@ from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
 ITER_NORM_EPS = 1e-5  # added to variances
+ITER_NORM_STEPS = 5  # of Newton's iteration, T
 ITER_NORM_MOMENTUM = 0.1  # share of a batch in the running averages, as in BatchNorm
 
 
@@ -104,12 +105,10 @@ class IterNorm(nn.Module):
     Args:
         num_features: Width, D.
         group_width: Number of features that are decorrelated together; a divisor of D.
-        iterations: Number of Newton steps, T; more steps whiten more exactly.
     """
 
-    def __init__(self, num_features: int, group_width: int, *, iterations: int = 5) -> None:
+    def __init__(self, num_features: int, group_width: int) -> None:
         super().__init__()
-        self.iterations = iterations
         groups = num_features // group_width
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
@@ -139,7 +138,7 @@ class IterNorm(nn.Module):
         mean = sum_with_grad(x.sum(dim=1, keepdim=True)) / num_images
         centered = x - mean
         covariance = sum_with_grad(centered.mT @ centered) / num_images
-        whitening = newton_inverse_root(covariance, self.iterations)
+        whitening = newton_inverse_root(covariance, ITER_NORM_STEPS)
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), ITER_NORM_MOMENTUM)
             self.running_whitening.lerp_(

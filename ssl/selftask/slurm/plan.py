@@ -60,10 +60,10 @@ class Plan:
         """
         if self.snapshot is not None:
             self.snapshot.copy()
-        handed_in = submit(self.submissions, self.executor)
+        jobs = submit(self.submissions, self.executor)
         outs = [Path(submission.out) for submission in self.submissions]
-        queue.note(self.out, {out: job.job_id for out, job in zip(outs, handed_in, strict=True)})
-        return handed_in
+        queue.note(self.out, {out: job.job_id for out, job in zip(outs, jobs, strict=True)})
+        return jobs
 
     def describe(self) -> str:
         """Return a readable summary: ranks, batch, steps, time, disk."""
@@ -71,7 +71,7 @@ class Plan:
         length = RunLength.of(config.train, self.num_samples)
         epochs = length.num_epochs
         slurm = options_of(launch.slurm)
-        limit = minutes(slurm.get("time", DEFAULT_MINUTES)) or DEFAULT_MINUTES
+        limit = minutes(slurm.get("time")) or DEFAULT_MINUTES
         default = "" if "time" in slurm else " (launch.slurm.time is not set)"
         ranks = [f"{n} {plural('rank', n)}" for n in (launch.processes, launch.world_size)]
         per_rank = config.train.batch_size // launch.world_size
@@ -122,8 +122,8 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
         notes.append(f"{base} is in /tmp, which the nodes of a cluster usually do not share")
     snapshot = CodeSnapshot.of(base / "slurm" / "code") if first.launch.snapshot else None
     submissions = [_submission(recipe, config, workers, snapshot) for config in configs]
-    made = executor(first.launch, base / "slurm", base.name, **derived)
-    return Plan(configs, base, submissions, made, samples, megabytes, notes, snapshot)
+    slurm = executor(first.launch, base / "slurm", base.name, **derived)
+    return Plan(configs, base, submissions, slurm, samples, megabytes, notes, snapshot)
 
 
 def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int, set[str]]:

@@ -31,6 +31,7 @@ LOCAL = "local-"  # prefix of the id of a job on this machine, followed by its p
 JOBS = Path("slurm", "jobs.json")  # in the folder of a run or sweep
 _ID = re.compile(r"[1-9]\d{0,17}(_\d{1,9})?|local-[1-9]\d{0,9}", re.ASCII)
 _CONTROLLER = "submitit.local._local"  # module that runs a local job; its argument is the folder
+_POLL_S = 30.0  # between two polls of the queue
 _SKEW_S = 60  # largest difference expected between the clocks of this machine and a file server
 SUITE_JOBS = Path("evaluations", "slurm", "suite_jobs.json")  # in the folder of a run
 CONTROLLER_ERRORS = "controller.err"  # error output of the processes that start a local job's ranks
@@ -161,10 +162,10 @@ def run_lines(outs: list[Path]) -> list[RunLine]:
     The jobs of ``eval suite`` for these runs follow, with the folder of their results, and then the
     folders whose record of jobs cannot be read.
     """
-    return _look(outs)[0]
+    return _lines_and_states(outs)[0]
 
 
-def _look(outs: list[Path]) -> tuple[list[RunLine], dict[str, str], bool]:
+def _lines_and_states(outs: list[Path]) -> tuple[list[RunLine], dict[str, str], bool]:
     """Return the result of ``run_lines``, the states of the jobs, and whether they are complete.
 
     They are not if squeue fails and a job is known to no other program: it may still be queued.
@@ -178,25 +179,24 @@ def _look(outs: list[Path]) -> tuple[list[RunLine], dict[str, str], bool]:
     return [*lines, *unread], states, answers or states.keys() >= set(jobs)
 
 
-def as_completed(outs: list[Path], *, poll_s: float = 30.0) -> Iterator[RunLine]:
+def as_completed(outs: list[Path]) -> Iterator[RunLine]:
     """Yield the line of each job, as in ``run_lines``, once it has ended and is not requeued.
 
     Args:
         outs: Folders of submitted runs and sweeps.
-        poll_s: Seconds between two polls of the queue.
     """
     ended: set[str] = set()
     while True:
-        lines, states, is_complete = _look(outs)
+        lines, states, is_complete = _lines_and_states(outs)
         if not is_complete:
-            time.sleep(poll_s)
+            time.sleep(_POLL_S)
             continue
         waiting = {job for job, state in states.items() if is_waiting(state)}
         yield from (line for line in lines if line.job not in waiting | ended)
         ended |= {line.job for line in lines} - waiting
         if not waiting:
             return
-        time.sleep(poll_s)
+        time.sleep(_POLL_S)
 
 
 def jobs_of(outs: Iterable[Path]) -> tuple[dict[Path, str], list[RunLine]]:
