@@ -93,10 +93,10 @@ def as_batch(item: Any, number: int, batches_per_epoch: int, full_size: int = 0)
     """
     epoch, position = divmod(number, batches_per_epoch)
     if isinstance(item, Batch):
-        own = ("drawn", "added", "added_terms")  # results of a step
-        copies: dict[str, Any] = {name: dict(getattr(item, name)) for name in own}
+        results = ("drawn", "added", "added_terms")  # results of a step
+        copies: dict[str, Any] = {name: dict(getattr(item, name)) for name in results}
         return replace(item, number=number, epoch=epoch, **copies)
-    given, labels = item, None
+    original, labels = item, None
     if isinstance(item, list | tuple) and len(item) > 1 and _are_labels(item[-1]):
         *item, labels = item
         item = item[0] if len(item) == 1 else item
@@ -108,9 +108,9 @@ def as_batch(item: Any, number: int, batches_per_epoch: int, full_size: int = 0)
     every = [view for group in views.values() for view in group]
     if not every or not all(map(_is_view, every)):
         raise UserError(
-            f"batches: a {type(given).__name__} is no batch (number {number}); give float views "
+            f"batches: a {type(original).__name__} is no batch (number {number}); give float views "
             "(B, C, H, W), a list of them, (views, labels), or a selftask.batch.Batch; this is "
-            + _described(given)
+            + _described(original)
         )
     size, device = len(every[0]), every[0].device
     start = (position * world_size() + rank()) * (full_size or size)

@@ -64,8 +64,8 @@ def fetch_run(
     address = address.rstrip("/")
     names = {name for name in addresses.walk(address) if "/replaced_" not in name}
     if STATUS in names and _attempt(read_json(folder / STATUS)) == _attempt_at(address):
-        here = _stamps(folder)
-        return {n: here[n] if _is_here(address, folder, n) else (0, 0) for n in names}
+        stamps = _stamps(folder)
+        return {n: stamps[n] if _is_here(address, folder, n) else (0, 0) for n in names}
     wanted = _with_newest(_complete(names), num_checkpoints)
     for name in set(_stamps(folder)) - wanted:
         (folder / name).unlink()

@@ -190,10 +190,10 @@ def _instead_of_folder(resume: str, path: Path) -> str:
     if is_remote(resume):
         folders = [resume.rstrip("/"), f"{resume.rstrip('/')}/checkpoints"]
         listed = [f"{folder}/{name}" for folder in folders for name in list_names(folder)]
-        there = [name for name in listed[::-1] if NAME.fullmatch(name.rpartition("/")[2])]
+        saved = [name for name in listed[::-1] if NAME.fullmatch(name.rpartition("/")[2])]
     else:
-        there = [str(p) for p in checkpoints(path) or checkpoints(path / "checkpoints")]
-    hint = f"name one of its checkpoints, such as {there[0]}" if there else "there is none in it"
+        saved = [str(p) for p in checkpoints(path) or checkpoints(path / "checkpoints")]
+    hint = f"name one of its checkpoints, such as {saved[0]}" if saved else "there is none in it"
     return f"is a folder and not a checkpoint; {hint}"
 
 

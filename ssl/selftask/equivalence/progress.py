@@ -32,9 +32,9 @@ class WatchedSteps(int):
 
     def __new__(cls, value: int, asked: dict[str, int]) -> WatchedSteps:
         """Return ``value`` as a number that records its comparisons in ``asked``."""
-        made = super().__new__(cls, value)
-        made.asked = asked
-        return made
+        number = super().__new__(cls, value)
+        number.asked = asked
+        return number
 
     def _note(self, other: Any) -> None:
         if not isinstance(other, int):

@@ -94,8 +94,8 @@ def _set_statistics(model: nn.Module, inputs: Iterator[Tensor], number: int) -> 
             yield images
 
     update_bn_stats(model, counted(), number)
-    here = next(model.buffers()).device
-    share = num_images / float(all_reduce_sum(torch.tensor(float(num_images), device=here)))
+    device = next(model.buffers()).device
+    share = num_images / float(all_reduce_sum(torch.tensor(float(num_images), device=device)))
     for norm in norms:
         mean, var = norm.running_mean, norm.running_var
         assert mean is not None

@@ -135,8 +135,8 @@ def freeze_for_good(
 
 
 def _first_freeze(parameter: Parameter, rules: Sequence[GroupRule]) -> bool | int | str | None:
-    given = (r.freeze for r in rules if r.freeze is not None and parameter.matches(r))
-    return next(given, None)
+    freezes = (r.freeze for r in rules if r.freeze is not None and parameter.matches(r))
+    return next(freezes, None)
 
 
 def frozen_until(

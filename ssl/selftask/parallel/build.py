@@ -84,16 +84,16 @@ def save_activations(config: ParallelConfig, network: nn.Module) -> ActivationBu
     Raises:
         UserError: If activation checkpointing is configured and the network has no blocks.
     """
-    asked = config.activation_checkpointing
-    if asked == "none":
+    choice = config.activation_checkpointing
+    if choice == "none":
         return ActivationBudget([], NO_BUDGET)
     blocks = find_blocks(network)
     if not blocks:
         raise UserError(
-            f"parallel.activation_checkpointing={asked}: the network has no blocks, such as "
+            f"parallel.activation_checkpointing={choice}: the network has no blocks, such as "
             "children of a Sequential or ModuleList that are made of several modules; use none"
         )
-    if asked == "blocks":
+    if choice == "blocks":
         checkpoint_blocks(blocks)
         return ActivationBudget([], NO_BUDGET)
-    return ActivationBudget(blocks, parse_budget(asked))
+    return ActivationBudget(blocks, parse_budget(choice))

@@ -125,7 +125,7 @@ def _reduced(config: Config) -> Config:
     """Return the config without features that a simulated step does not support or need."""
     train, parallel = config.train, config.parallel
     is_compiled = train.step.name == "compiled"
-    asked = parallel.activation_checkpointing
+    checkpointing = parallel.activation_checkpointing
     return replace(
         config,
         train=replace(
@@ -142,7 +142,7 @@ def _reduced(config: Config) -> Config:
             parallel,
             reduce="manual",
             sync_batch_norm="none" if parallel.sync_batch_norm == "none" else "all",
-            activation_checkpointing="none" if asked == "none" else "blocks",
+            activation_checkpointing="none" if checkpointing == "none" else "blocks",
         ),
         init=InitConfig(),
         hooks={},

@@ -89,9 +89,9 @@ def _compute(plan: Plan) -> Rows:
 def _memory_title(plan: Plan) -> str:
     parallel, train = plan.config.parallel, plan.config.train
     reduce = parallel.reduce if plan.config.launch.world_size > 1 else "one rank"
-    asked = parallel.activation_checkpointing
-    recomputes = "" if asked == "none" else f", activation checkpointing {asked}"
-    if asked not in ("none", "blocks"):
+    checkpointing = parallel.activation_checkpointing
+    recomputes = "" if checkpointing == "none" else f", activation checkpointing {checkpointing}"
+    if checkpointing not in ("none", "blocks"):
         recomputes += ", counted as if every block were computed again"
     return f"{reduce}, {train.precision}{recomputes}"
 
@@ -182,9 +182,9 @@ def _origin(plan: Plan) -> str:
     device = plan.assumptions.measured_on
     if device is None:
         return " (images_per_s=)"
-    one = (plan.assumptions.images_per_s or 0) / plan.config.launch.world_size
+    per_rank = (plan.assumptions.images_per_s or 0) / plan.config.launch.world_size
     return (
-        f": {one:,.1f} measured on one {device} of this machine, without loading "
+        f": {per_rank:,.1f} measured on one {device} of this machine, without loading "
         "and communication, times the ranks"
     )
 

@@ -76,27 +76,27 @@ class Registry:
                 required method is missing.
         """
         caller = sys._getframe(1)  # the line of the decorator, as in the index
-        here = Address(
+        address = Address(
             caller.f_globals["__name__"], Path(caller.f_code.co_filename), caller.f_lineno
         )
         if not isinstance(name, str):  # the decorator was used without parentheses
             raise UserError(f'give a name: @register_{self.kind}("my_{self.kind}")')
 
         def add(entry: T) -> T:
-            taken = self._taken(name, entry, here)
+            taken = self._taken(name, entry, address)
             if taken is not None:
                 raise UserError(
-                    f"the {self.kind} name {name!r} is taken: at {taken}, and again at {here}"
+                    f"the {self.kind} name {name!r} is taken: at {taken}, and again at {address}"
                 )
-            self._check_declaration(name, entry, here)
-            self._check_build(name, entry, here)
+            self._check_declaration(name, entry, address)
+            self._check_build(name, entry, address)
             self._registered[name] = entry
-            self._addresses[name] = here
+            self._addresses[name] = address
             return entry
 
         return add
 
-    def _taken(self, name: str, entry: Any, here: Address) -> Address | None:
+    def _taken(self, name: str, entry: Any, address: Address) -> Address | None:
         """Return the address of another entry with this name, or None.
 
         An entry of the same module and qualified name, as after a reload, is no other entry.
@@ -106,11 +106,11 @@ class Registry:
             same = (other.__module__, other.__qualname__) == (entry.__module__, entry.__qualname__)
             return None if same else self._addresses[name]
         indexed = self._index().get(name)
-        if indexed is None or indexed.path.resolve() == here.path.resolve():
+        if indexed is None or indexed.path.resolve() == address.path.resolve():
             return None
         return indexed
 
-    def _check_declaration(self, name: str, entry: Any, here: Address) -> None:
+    def _check_declaration(self, name: str, entry: Any, address: Address) -> None:
         if self.declares is None:
             return
         attribute, words = self.declares
@@ -119,16 +119,16 @@ class Registry:
             problem = "does not declare" if value is None else f"says {value!r} for"
             choices = "; ".join(f'"{word}" ({meaning})' for word, meaning in words.items())
             raise UserError(
-                f"the {self.kind} {name!r} ({entry.__qualname__} at {here}) {problem} "
+                f"the {self.kind} {name!r} ({entry.__qualname__} at {address}) {problem} "
                 f"`{attribute}`; set this class attribute to one of {choices}"
             )
 
-    def _check_build(self, name: str, entry: Any, here: Address) -> None:
+    def _check_build(self, name: str, entry: Any, address: Address) -> None:
         method = self.build.partition("(")[0]
         if method and not callable(getattr(entry, method, None)):
             kind = "a class" if isinstance(entry, type) else "a function"
             raise UserError(
-                f"the {self.kind} {name!r} ({entry.__qualname__} at {here}) is {kind} without a "
+                f"the {self.kind} {name!r} ({entry.__qualname__} at {address}) is {kind} without a "
                 f"method `{method}`; register a dataclass of its arguments with {self.build}"
             )
 

@@ -66,10 +66,10 @@ def unrecorded_changes(config: Config) -> list[str]:
     folder = config.out_folder / "checkpoints"
     if exists(config.out_folder / "config.yaml") or not uses_newest(config):
         return []
-    found = store.load_newest(folder, partial(store.load, wanted=lambda *_: False))
-    if found is None or not isinstance(found[0].get("config"), str):
+    newest = store.load_newest(folder, partial(store.load, wanted=lambda *_: False))
+    if newest is None or not isinstance(newest[0].get("config"), str):
         return []
-    before = parse_yaml(found[0]["config"].encode(), found[1])
+    before = parse_yaml(newest[0]["config"].encode(), newest[1])
     return [*changes(_fixed(before), _fixed(config.to_dict()), "")]
 
 

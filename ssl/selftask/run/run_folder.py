@@ -43,7 +43,7 @@ def locked(out: str, *, first: bool, alone: bool = False) -> Iterator[Path]:
         UserError: If the folder is not writable, or another run has locked it.
     """
     folder = work_folder(out)
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+", encoding="utf-8") if first else None
@@ -57,7 +57,7 @@ def locked(out: str, *, first: bool, alone: bool = False) -> Iterator[Path]:
     try:
         if lock is not None:
             _take(lock, folder / LOCK, out)
-            ours = made
+            ours = created
             threading.Thread(target=_touch, args=(folder / LOCK, over), daemon=True).start()
         yield folder
     except UserError:
@@ -70,13 +70,13 @@ def locked(out: str, *, first: bool, alone: bool = False) -> Iterator[Path]:
             lock.close()
 
 
-def _remove_unused(made: list[Path]) -> None:
+def _remove_unused(created: list[Path]) -> None:
     """Remove the folders that were made, innermost first, if no run has begun in them."""
-    if not made or any(path.name not in (LOCK, "log.txt") for path in made[0].iterdir()):
+    if not created or any(path.name not in (LOCK, "log.txt") for path in created[0].iterdir()):
         return
-    for path in made[0].iterdir():
+    for path in created[0].iterdir():
         path.unlink()
-    for folder in made:
+    for folder in created:
         if any(folder.iterdir()):  # used by another run in the meantime
             return
         folder.rmdir()

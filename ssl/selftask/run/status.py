@@ -46,8 +46,8 @@ class Status:
 
     def is_replaced(self) -> bool:
         """Return True if another run has begun in the folder since this one wrote the status."""
-        there = self.read()
-        return self._is_written and bool(there) and not there.items() >= self._process.items()
+        content = self.read()
+        return self._is_written and bool(content) and not content.items() >= self._process.items()
 
     def close_lost(self) -> str | None:
         """Set the state of a killed attempt to failed; return a message for the log, or None."""

@@ -261,12 +261,13 @@ class Watch:
 
     def _rank0_is_gone(self, gone: BoardLost) -> Failure:
         assert self.board is not None
-        here, who = self.board.is_here, _who(0, {"pid": self.board.pid, "host": self.board.host})
+        is_local = self.board.is_here
+        who = _who(0, {"pid": self.board.pid, "host": self.board.host})
         if gone.silent_s is not None:
             message = f"{who} has not answered for {gone.silent_s:.0f} s: stopped, or cut off"
             stack = f"stack of rank {self.rank}:\n{self._stack()}"
-            return Failure(0, message, stack, lost=not here)
-        why, lost = self._why() if here else ("killed, or out of memory", True)
+            return Failure(0, message, stack, lost=not is_local)
+        why, lost = self._why() if is_local else ("killed, or out of memory", True)
         return Failure(0, f"{who} is dead: {why}", lost=lost)
 
     def _why(self) -> tuple[str, bool]:

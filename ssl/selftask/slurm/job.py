@@ -186,8 +186,8 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
     # submitit's default is $SUBMITIT_PREEMPT_SIGNAL
     options = {"signal": f"{WARNING}@{submitits['signal_delay_s']}", **options}
     extra = {key: list(submitits.pop(key, [])) for key in ("setup", "teardown", "srun_args")}
-    made = Executor(folder.absolute(), max_num_timeout=launch.max_requeues)
-    made.update_parameters(
+    result = Executor(folder.absolute(), max_num_timeout=launch.max_requeues)
+    result.update_parameters(
         time=limit,
         nodes=launch.nodes,
         ntasks_per_node=launch.processes,
@@ -198,8 +198,8 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
         },
         **submitits,
     )
-    made.teardown = [*_afterwards(folder.absolute()), *extra["teardown"], "exit $code"]
-    return made
+    result.teardown = [*_afterwards(folder.absolute()), *extra["teardown"], "exit $code"]
+    return result
 
 
 def _check_lines(values: Mapping[str, Any]) -> None:

@@ -55,23 +55,24 @@ def submit_locally(
     limit = minutes(slurm.get("time")) or DEFAULT_MINUTES
     gpus = _gpus(configs[0], slurm.get("gpus_per_node"))
     folder = folder.absolute()
-    made = _Executor(folder, max_num_timeout=launch.max_requeues)
+    executor = _Executor(folder, max_num_timeout=launch.max_requeues)
     setup = list(slurm.get("setup", []))
     if setup:  # the user's lines expect the current folder
         setup = [shlex.join(["cd", os.getcwd()]), *setup, shlex.join(["cd", str(folder)])]
-    made.update_parameters(
+    executor.update_parameters(
         timeout_min=limit,
         tasks_per_node=launch.processes,
         gpus_per_node=len(gpus),
         signal_delay_s=slurm.get("signal_delay_s", signal_delay_s(limit)),
         setup=setup,
     )
-    made.parameters["visible_gpus"] = gpus  # may be UUIDs; update_parameters accepts numbers only
+    # may be UUIDs; update_parameters accepts numbers only
+    executor.parameters["visible_gpus"] = gpus
     jobs = []
     with _as_of_nohup(folder / CONTROLLER_ERRORS):
         for submission in submissions:
             with _environment_of(submission, folder):
-                jobs.append(f"{LOCAL}{made.submit(submission).job_id}")
+                jobs.append(f"{LOCAL}{executor.submit(submission).job_id}")
     return jobs
 
 

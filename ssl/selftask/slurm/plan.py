@@ -205,15 +205,15 @@ def derived_options(
     elif is_auto:
         workers = int(cpus_of_rank)
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
-    asked = any(key in chosen_options for key in GPUS)
-    asked = asked or "gpu" in str(chosen_options.get("gres"))  # may also name local disks
+    has_gpus = any(key in chosen_options for key in GPUS)
+    has_gpus = has_gpus or "gpu" in str(chosen_options.get("gres"))  # may also name local disks
     wanted = config.train.device == "cuda" or (
         config.train.device == "auto" and any(partition.gpus for partition in partitions)
     )
-    if wanted and not asked:
+    if wanted and not has_gpus:
         derived["gpus_per_node"] = config.launch.processes
         notes.append(f"{config.launch.processes} GPUs a node; else launch.slurm.gpus_per_node=N")
-    elif config.train.device == "auto" and not asked:
+    elif config.train.device == "auto" and not has_gpus:
         notes.append("no GPUs are asked for; launch.slurm.gpus_per_node=N or train.device=cuda")
     return derived, workers, notes
 

@@ -61,8 +61,8 @@ def noted(out: Path) -> dict[Path, str]:
     runs = _recorded(out)
     if runs:
         return runs
-    here = out.resolve()
-    return {run: job for run, job in _recorded(out.parent).items() if run.resolve() == here}
+    folder = out.resolve()
+    return {run: job for run, job in _recorded(out.parent).items() if run.resolve() == folder}
 
 
 def _recorded(out: Path) -> dict[Path, str]:
@@ -78,9 +78,9 @@ def _recorded(out: Path) -> dict[Path, str]:
     for run, job in jobs.items():
         if not isinstance(job, str) or not is_job(job) or not Path(run).is_absolute():
             raise UnreadableFile(path, f"{shorten(repr(job), 60)} is no job id")
-    here = out.resolve()
+    folder = out.resolve()
     runs = {Path(run): job for run, job in jobs.items()}
-    return {run: job for run, job in runs.items() if run.resolve().is_relative_to(here)}
+    return {run: job for run, job in runs.items() if run.resolve().is_relative_to(folder)}
 
 
 def is_job(text: str) -> bool:

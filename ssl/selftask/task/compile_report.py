@@ -36,15 +36,15 @@ class CompileReport(Hook):
             self._report()
 
     def on_phase_end(self, task: Task) -> None:
-        made = _num_graphs() - self.graphs_before
-        if self.graphs and made - self.graphs >= _MANY_GRAPHS:
+        graphs = _num_graphs() - self.graphs_before
+        if self.graphs and graphs - self.graphs >= _MANY_GRAPHS:
             log.warning(
                 "compile: %d graphs so far; torch stops compiling a function after %d: shapes "
                 "or options change from step to step; try train.compile_options.dynamic=true",
-                made,
+                graphs,
                 _MANY_GRAPHS,
             )
-            self.graphs = made
+            self.graphs = graphs
 
     def _report(self) -> None:
         self.graphs = _num_graphs() - self.graphs_before

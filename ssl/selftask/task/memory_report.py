@@ -71,10 +71,10 @@ def _bytes_of_a_sample(task: Task) -> dict[str, int]:
     The empty name has the total.
     """
     LAYER_DRAWS.stop()
-    here = task.length.batch_size // task.world.size
+    per_rank = task.length.batch_size // task.world.size
 
     def on_meta(tensor: Tensor) -> Tensor:
-        rows = _SAMPLES * max(len(tensor) // here, 1)
+        rows = _SAMPLES * max(len(tensor) // per_rank, 1)
         return torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
 
     inputs = tree_map_only(Tensor, on_meta, task.last_batch.input)

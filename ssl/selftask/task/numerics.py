@@ -101,8 +101,8 @@ def _recorded_precision(config: Config) -> str | None:
         return None
     try:
         text = (config.out_folder / "config.yaml").read_text(encoding="utf-8")
-        before = yaml.safe_load(text)
-        precision = str(before["train"]["precision"])
+        saved = yaml.safe_load(text)
+        precision = str(saved["train"]["precision"])
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
         return None  # the check of the folder reports a damaged file
     return precision if precision in ("float32", *LOW_PRECISION) else None

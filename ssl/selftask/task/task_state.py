@@ -150,9 +150,9 @@ def _restore_hooks(task: Task, states: dict[str, Any]) -> None:
 
 def _keep_threads(task: Task, saved: list[int]) -> None:
     """Restore the number of threads, on which the rounding of sums depends; warn if it is fixed."""
-    here = torch.get_num_threads()
-    before = saved[task.world.rank] if len(saved) == task.world.size else here
-    if before == here:
+    current = torch.get_num_threads()
+    before = saved[task.world.rank] if len(saved) == task.world.size else current
+    if before == current:
         return
     if task.config.train.threads == "auto":
         torch.set_num_threads(before)
@@ -160,13 +160,13 @@ def _keep_threads(task: Task, saved: list[int]) -> None:
             "threads: %d of torch as before the stop, for the same result bit for bit; auto would "
             "be %d here",
             before,
-            here,
+            current,
         )
     else:
         log.warning(
             "threads: %d of torch, %d before the stop: the result is no longer that of a run that "
             "was never stopped, bit for bit; train.threads=auto keeps the number",
-            here,
+            current,
             before,
         )
 
@@ -262,17 +262,17 @@ def resume(task: Task) -> bool:
             for further checkpoints.
     """
     _check_space(task)
-    asked = task.resume_from or asked_checkpoint(task.config)
-    found = store.find(asked, task.out / "checkpoints", partial(_read, task))
-    if found is None:
+    selected = task.resume_from or asked_checkpoint(task.config)
+    checkpoint = store.find(selected, task.out / "checkpoints", partial(_read, task))
+    if checkpoint is None:
         task.data_module.restore_unreadable({})  # of an earlier run in this folder
     else:
-        _load(task, *found)
+        _load(task, *checkpoint)
     barrier()  # all ranks have read the checkpoint
-    _discard_later(task, found)
-    if found is None:
+    _discard_later(task, checkpoint)
+    if checkpoint is None:
         return False
-    state, path = found
+    state, path = checkpoint
     task.begun_at = task.steps_done
     task.run_hooks("after_load")
     log.info("resumed from %s: step %d, epoch %d", path, task.steps_done, task.clock.epoch)
@@ -295,15 +295,15 @@ def _load(task: Task, state: dict[str, Any], path: Path) -> None:
         ) from error
 
 
-def _discard_later(task: Task, found: tuple[dict[str, Any], Path] | None) -> None:
+def _discard_later(task: Task, checkpoint: tuple[dict[str, Any], Path] | None) -> None:
     """Archive checkpoints after the one found, and drop rows that are not part of its run."""
     if task.rows is None:
         return
     folder = task.out / "checkpoints"
-    rotation.archive(folder, -1 if found is None else task.steps_done)
+    rotation.archive(folder, -1 if checkpoint is None else task.steps_done)
     rows_bytes = 0
-    if found is not None and found[1].resolve().parent == folder.resolve():
-        rows_bytes = found[0]["metrics_bytes"]
+    if checkpoint is not None and checkpoint[1].resolve().parent == folder.resolve():
+        rows_bytes = checkpoint[0]["metrics_bytes"]
     if task.rows.cut(rows_bytes):
         log.warning(
             "%s: rows before step %d are missing; the file was removed or cut after the "
