@@ -219,8 +219,8 @@ class TaskOfBatches(Task):
         has_transforms: bool = False,
     ) -> None:
         self.user_batches, self.has_transforms = batches, has_transforms
-        count = _Count(len(batches) * config.train.batch_size, channels)
-        super().__init__(config, sources=Sources(count, None), backbone=backbone)
+        source = _Count(len(batches) * config.train.batch_size, channels)
+        super().__init__(config, sources=Sources(source, None), backbone=backbone)
 
     def build_model(self) -> None:
         super().build_model()

@@ -37,20 +37,18 @@ class CheckpointWriter:
 
     A write that fails in the background is logged immediately, and raised by the next ``save`` or
     ``wait``. The thread is not a daemon, so Python exits only after it has ended.
+
+    Args:
+        folder: Folder of the checkpoints.
+        keep: Number of newest checkpoints to keep.
+        background: If True, write in a thread; if False, before ``save`` returns.
+        durable: Files to which a state refers (``metrics.jsonl``), synced before its file gets its
+            final name.
     """
 
     def __init__(
         self, folder: Path, *, keep: int, background: bool = True, durable: Sequence[Path] = ()
     ) -> None:
-        """Create a writer.
-
-        Args:
-            folder: Folder of the checkpoints.
-            keep: Number of newest checkpoints to keep.
-            background: If True, write in a thread; if False, before ``save`` returns.
-            durable: Files to which a state refers (``metrics.jsonl``), synced before its file gets
-                its final name.
-        """
         self.folder, self.keep, self.durable = folder, keep, durable
         self.background = background
         self.kept = self._kept = Kept()  # for the next checkpoint, and for the one being written

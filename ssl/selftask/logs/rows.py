@@ -32,7 +32,7 @@ class MetricsFile:
             self._file = path.open("ab", buffering=0)  # unbuffered, so that `close` cannot fail
         except OSError as error:
             raise RunError(f"{path}: {error.strerror or error}") from error
-        self._length = self._file.tell()
+        self.length = self._file.tell()  # in bytes; checkpoints save it
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row.
@@ -48,7 +48,7 @@ class MetricsFile:
             raise RunError(
                 f"{self.path}: a row could not be written: {error.strerror or error}"
             ) from error
-        self._length += written
+        self.length += written
         if written != len(line):
             raise RunError(f"{self.path}: a row was written in part only: the disk is full")
 
@@ -63,12 +63,12 @@ class MetricsFile:
             there = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             there = None
-        if there is not None and there.st_size == self._length:
+        if there is not None and there.st_size == self.length:
             return
         ours = os.fstat(self._file.fileno())
-        if ours.st_size != self._length:
+        if ours.st_size != self.length:
             raise RunError(
-                f"{self.path}: has {ours.st_size} bytes, and this run wrote {self._length}: it was "
+                f"{self.path}: has {ours.st_size} bytes, and this run wrote {self.length}: it was "
                 "changed meanwhile; start the same command again once nothing else writes to it"
             )
         if there is None or not os.path.samestat(there, ours):
@@ -76,11 +76,6 @@ class MetricsFile:
                 f"{self.path}: was moved, removed or replaced while this run wrote it, perhaps "
                 "with its folder; start the same command again once no other run uses the folder"
             )
-
-    @property
-    def length(self) -> int:
-        """Length of the file in bytes, which checkpoints save."""
-        return self._length
 
     def cut(self, length: int) -> int:
         """Truncate the file to ``length`` bytes, as saved in a checkpoint.
@@ -92,7 +87,7 @@ class MetricsFile:
         """
         kept = self.path.read_bytes()[:length].rfind(b"\n") + 1
         os.truncate(self.path, kept)
-        self._length = self._file.seek(0, os.SEEK_END)
+        self.length = self._file.seek(0, os.SEEK_END)
         return length - kept
 
     def close(self) -> None:

@@ -45,8 +45,8 @@ def lines(plan: Plan) -> list[str]:
         *arithmetic(config, plan.length, ranks),
     ]
     for title, rows in groups:
-        if lines := aligned(list(rows)):
-            out += [f"{title}:", *(f"  {line}" for line in lines)]
+        if group := aligned(list(rows)):
+            out += [f"{title}:", *(f"  {line}" for line in group)]
     return out
 
 

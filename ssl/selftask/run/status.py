@@ -97,6 +97,6 @@ class Status:
     def add(self, **more: Any) -> None:
         """Add entries to the status of a running run, unless they are already there."""
         before = self.read()
-        is_running = before.get("state") == "running" and not self.is_replaced()
-        if is_running and before != {**before, **more}:
+        is_ours = before.get("state") == "running" and not self.is_replaced()
+        if is_ours and before != {**before, **more}:
             write_json(self.path, {**before, "updated": time.time(), **more})

@@ -79,11 +79,9 @@ class WeightAverage(Hook):
         buffers = network.named_buffers() if self.buffers == "average" else ()
         averaged = {name: b for name, b in buffers if name in saved and b.is_floating_point()}
         current = {**parameters, **averaged}
+        start = {**current, **(values or {})}  # ``buffers`` may have been another
         self.weights = {
-            name: (values or {})
-            .get(name, now)  # ``buffers`` may have been another
-            .detach()
-            .to("cpu" if self.device == "cpu" else now.device, copy=True)
+            name: start[name].detach().to("cpu" if self.device == "cpu" else now.device, copy=True)
             for name, now in current.items()
         }
         self.averaged_buffers = list(averaged)
