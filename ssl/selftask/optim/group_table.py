@@ -41,7 +41,7 @@ def _row(
         str(len(group)),
         f"{sum(member.parameter.value.numel() for member in group):,}",
         f"x {setting.lr:.4g}" if peak is None else f"{peak * setting.lr:.4g}",
-        f"{decay['name']}" if isinstance(decay, dict) else f"{decay:.4g}",
+        decay["name"] if isinstance(decay, dict) else f"{decay:.4g}",
         f"step {setting.frozen_steps}" if setting.frozen_steps else "-",
         section["name"],
         _names([member.parameter.name for member in group], most),

@@ -194,8 +194,7 @@ class FSDPReduction(Reduction):
         return tree_map_only(DTensor, on_first_rank, state)
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        copies = [Replicate()] * (self._mesh.ndim - 1)
-        placements = [*copies, Shard(0)]
+        placements = [*[Replicate()] * (self._mesh.ndim - 1), Shard(0)]
         return empty_shards(*shape, dtype=dtype, device_mesh=self._mesh, placements=placements)
 
     def shard_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

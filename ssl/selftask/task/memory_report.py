@@ -85,11 +85,9 @@ def _bytes_of_a_sample(task: Task) -> dict[str, int]:
 
 def fixed_bytes(task: Task) -> int:
     """Return the bytes of this rank's weights (with teachers), gradients and optimizer state."""
-    weights = [p for module in (*task.networks, task.loss) for p in module.parameters()]
-    unique = {id(tensor): tensor for tensor in weights}.values()
-    return (
-        _bytes(unique) + _bytes(parameters_of_optimizers(task)) + _bytes(state_of_optimizers(task))
-    )
+    weights = {p for module in (*task.networks, task.loss) for p in module.parameters()}
+    trained, state = parameters_of_optimizers(task), state_of_optimizers(task)
+    return sum(map(_bytes, (weights, trained, state)))
 
 
 def budget_bytes(task: Task, fixed: int) -> int | None:

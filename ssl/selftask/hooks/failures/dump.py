@@ -64,9 +64,7 @@ def pack(batch: Batch) -> dict[str, Any]:
 def unpack(parts: list[dict[str, Any]], device: torch.device) -> Batch:
     """Return the global batch on ``device`` from the packed batches of all ranks, in rank order."""
     fields = _joined(parts)
-    key = fields.pop("key")
-    draws = fields.pop("draws")
-    extras = fields.pop("extras")
+    key, draws, extras = (fields.pop(name) for name in ("key", "draws", "extras"))
     return Batch(
         key=key,
         extras=Extras(_to(extras, device)),
