@@ -89,14 +89,8 @@ def _from_variables() -> World:
             if name not in os.environ:
                 raise UserError(f"the environment sets WORLD_SIZE={size} but not {name}")
     local_size = _number("LOCAL_WORLD_SIZE", size)
-    names = (
-        INIT_FILE,
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
-    )
-    attempt = ":".join(os.environ.get(name, "") for name in names)
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    attempt = ":".join(os.environ.get(name, "") for name in (INIT_FILE, *names))
     return World(rank, size, local_rank, local_size, started or "torchrun", attempt=attempt)
 
 

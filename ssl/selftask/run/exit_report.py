@@ -97,14 +97,14 @@ class Ending:
     def _interrupted(self, by: str, how: str) -> int:
         if self.status.failed_by_another():
             return 1  # another rank failed; the signal only ends the remaining ranks
-        leaving = slurm_job.depart(by, self.task.config.launch, self.task.out, first=self.first)
-        line = f"RUN interrupted by {leaving.by} at step {self.step}; {how}; {leaving.outlook}"
-        kind = "requeue" if leaving.state == "requeued" else "stop"
+        decision = slurm_job.depart(by, self.task.config.launch, self.task.out, first=self.first)
+        line = f"RUN interrupted by {decision.by} at step {self.step}; {how}; {decision.outlook}"
+        kind = "requeue" if decision.state == "requeued" else "stop"
         if self.first:
-            self._write_status(leaving.state, kind, line, by=leaving.by)
+            self._write_status(decision.state, kind, line, by=decision.by)
         self._write_page()
         log_result("; ".join([line, *self.unreadable]))
-        return leaving.code
+        return decision.code
 
     def failed(self, error: BaseException, watch: Watch | None) -> int:
         """Report a failure, with its original cause if another rank failed first.

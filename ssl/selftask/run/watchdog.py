@@ -33,7 +33,7 @@ EVERY_S = 1.0
 SILENT_S = 60.0  # a rank on another machine without a heartbeat for this long is dead
 LEAVE_S = 5.0  # time for the other ranks to read a failure
 
-Sign = dict[str, Any]  # heartbeat of a rank: host, pid, count, doing, collectives, waits, step
+Beat = dict[str, Any]  # heartbeat of a rank: host, pid, count, doing, collectives, waits, step
 
 
 class AwakeClock:
@@ -82,7 +82,7 @@ class Watch:
         self._kills = OutOfMemoryKills()
         self._reporting = threading.Lock()
         self._moved: dict[int, tuple[int, float]] = {}  # rank -> count, time of last change
-        self._heard: dict[int, tuple[Sign, float]] = {}  # rank -> heartbeat, time of last change
+        self._heard: dict[int, tuple[Beat, float]] = {}  # rank -> heartbeat, time of last change
         self._thread = threading.Thread(target=self._run, name="selftask watch", daemon=True)
         self._thread.start()
 
@@ -137,12 +137,12 @@ class Watch:
         if self._leave_watch() is None:
             return error
         if of_connection:
-            error = self._word_of_others() or error
+            error = self._failure_of_others() or error
         first = self._announce(error)
         self._let_others_leave()
         return first
 
-    def _word_of_others(self) -> Failure | None:
+    def _failure_of_others(self) -> Failure | None:
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline:
             try:
@@ -214,7 +214,7 @@ class Watch:
 
     def _check(self) -> Failure | None:
         if self.board is None:
-            self._note(self.rank, _sign())
+            self._note(self.rank, _own_beat())
             return self._stuck()
         failure = self._announced()
         if failure is not None:
@@ -229,48 +229,48 @@ class Watch:
 
     def _write_heartbeat(self) -> None:
         assert self.board is not None
-        self.board.set(f"sign/{self.rank}", json.dumps(_sign()))
+        self.board.set(f"heartbeat/{self.rank}", json.dumps(_own_beat()))
 
     def _read_heartbeats(self) -> None:
         assert self.board is not None
         for rank in range(self.size):
-            if self.board.has(f"sign/{rank}"):
-                self._note(rank, json.loads(self.board.get(f"sign/{rank}")))
+            if self.board.has(f"heartbeat/{rank}"):
+                self._note(rank, json.loads(self.board.get(f"heartbeat/{rank}")))
 
-    def _note(self, rank: int, sign: Sign) -> None:
+    def _note(self, rank: int, beat: Beat) -> None:
         now = self._now()
-        if self._heard.get(rank, ({}, 0.0))[0] != sign:
-            self._heard[rank] = (sign, now)
-        count = sign.get("count", -1)
+        if self._heard.get(rank, ({}, 0.0))[0] != beat:
+            self._heard[rank] = (beat, now)
+        count = beat.get("count", -1)
         if self._moved.get(rank, (None, 0.0))[0] != count:
             self._moved[rank] = (count, now)
 
     def _gone(self, *, silent_s: float) -> Failure | None:
         """Return the failure of a rank that is dead or whose heartbeat stopped, or None."""
-        for rank, (sign, heard) in self._heard.items():
+        for rank, (beat, heard) in self._heard.items():
             silent = self._now() - heard
             if rank == self.rank or self._has_left(rank):
                 continue
-            if _dead_here(sign):
-                why, lost = self._why()
-                return Failure(rank, f"{_who(rank, sign)} is dead: {why}", lost=lost)
-            if not _is_here(sign) and silent > silent_s:
-                message = f"{_who(rank, sign)} has given no sign for {silent:.0f} s"
+            if _dead_here(beat):
+                why, lost = self._cause_of_death()
+                return Failure(rank, f"{_describe(rank, beat)} is dead: {why}", lost=lost)
+            if not _is_here(beat) and silent > silent_s:
+                message = f"{_describe(rank, beat)} has given no sign for {silent:.0f} s"
                 return Failure(rank, message, lost=True)
         return None
 
     def _rank0_is_gone(self, gone: BoardLost) -> Failure:
         assert self.board is not None
         is_local = self.board.is_here
-        who = _who(0, {"pid": self.board.pid, "host": self.board.host})
+        who = _describe(0, {"pid": self.board.pid, "host": self.board.host})
         if gone.silent_s is not None:
             message = f"{who} has not answered for {gone.silent_s:.0f} s: stopped, or cut off"
             stack = f"stack of rank {self.rank}:\n{self._stack()}"
             return Failure(0, message, stack, lost=not is_local)
-        why, lost = self._why() if is_local else ("killed, or out of memory", True)
+        why, lost = self._cause_of_death() if is_local else ("killed, or out of memory", True)
         return Failure(0, f"{who} is dead: {why}", lost=lost)
 
-    def _why(self) -> tuple[str, bool]:
+    def _cause_of_death(self) -> tuple[str, bool]:
         """Return why a local process died, and True unless it was killed for lack of memory."""
         memory = self._kills.explain()
         return (f"{memory}; {ADVICE}", False) if memory else ("killed from outside", True)
@@ -286,14 +286,14 @@ class Watch:
         still = self._now() - max(self._moved[rank][1] for rank in present)
         if still < self.timeout_s:
             return None
-        waiting = [rank for rank, sign in present.items() if sign["waits"]]
+        waiting = [rank for rank, beat in present.items() if beat["waits"]]
         missing = [rank for rank in present if rank not in waiting] or list(present)
         guilty = min(missing, key=lambda rank: present[rank]["collectives"])
-        doing = present[guilty]["doing"]
+        last = present[guilty]
         others = f", and {len(waiting)} of {self.size} ranks wait for it" if waiting else ""
         message = (
             f"nothing has moved for {still:.0f} s (launch.hang_timeout_s={self.timeout_s:g}): "
-            f"{_who(guilty, present[guilty])} is at {doing!r} in step {present[guilty]['step'] + 1}"
+            f"{_describe(guilty, last)} is at {last['doing']!r} in step {last['step'] + 1}"
             f"{others}"
         )
         return Failure(guilty, message, self._table(present))
@@ -301,12 +301,12 @@ class Watch:
     def _has_left(self, rank: int) -> bool:
         return bool(self.board is not None and self.board.has(f"left/{rank}"))
 
-    def _table(self, signs: dict[int, Sign]) -> str:
+    def _table(self, beats: dict[int, Beat]) -> str:
         """Return a table of all ranks, followed by their stacks."""
         stacks = self._stacks()
         columns = ("host", "pid", "step", "collectives", "doing")
-        ordered = sorted(signs.items())
-        rows = [[str(rank), *(str(sign[name]) for name in columns)] for rank, sign in ordered]
+        ordered = sorted(beats.items())
+        rows = [[str(rank), *(str(beat[name]) for name in columns)] for rank, beat in ordered]
         lines = aligned([["rank", *columns], *rows], right=(3, 4))
         for rank, _ in ordered:
             lines += [f"stack of rank {rank}:", stacks.get(rank, "  (no answer)")]
@@ -331,7 +331,7 @@ class Watch:
         return "".join(traceback.format_stack(frame)[-8:]).rstrip() if frame else "  (gone)"
 
 
-def _sign() -> Sign:
+def _own_beat() -> Beat:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -344,20 +344,20 @@ def _sign() -> Sign:
     }
 
 
-def _who(rank: int, sign: Sign) -> str:
-    return f"rank {rank} (pid {sign['pid']} on {sign['host']})"
+def _describe(rank: int, beat: Beat) -> str:
+    return f"rank {rank} (pid {beat['pid']} on {beat['host']})"
 
 
-def _is_here(sign: Sign) -> bool:
-    return bool(sign.get("host") == socket.gethostname())
+def _is_here(beat: Beat) -> bool:
+    return bool(beat.get("host") == socket.gethostname())
 
 
-def _dead_here(sign: Sign) -> bool:
+def _dead_here(beat: Beat) -> bool:
     """Return True if the rank was a process of this machine and has ended."""
-    if not _is_here(sign):
+    if not _is_here(beat):
         return False
     try:
-        with open(f"/proc/{sign['pid']}/stat", encoding="ascii") as file:
+        with open(f"/proc/{beat['pid']}/stat", encoding="ascii") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):  # ProcessLookupError: it ended during the read
         return os.path.isdir("/proc/self")
