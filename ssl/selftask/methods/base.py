@@ -67,17 +67,8 @@ class Method(nn.Module, Hook):
     groups of views, a dict with these numbers for each group.
     """
     requires: ClassVar[tuple[str, ...]] = ()
-    """Other requirements of the loss, checked before a run starts; a tuple of these words:
-
-    * of the backbone, see ``models.features``: ``"dense"``: feature maps; ``"hidden"``: hidden
-      layers; ``"tokens"``: patches that can be replaced by a mask token; ``"subset"``: patches that
-      can be dropped; ``"attention"``: patches whose attention can be limited; ``"groups"``:
-      patches that can attend within groups of patches only;
-      ``"sparse"``: convolutions that can ignore hidden patches.
-    * ``"labels"``: a label for each image.
-    * ``"index"``: ``batch.index``, the number of each image, as an index into a memory.
-    * ``"boxes"``: crop boxes of the views; ``"captions"``: a caption for each image.
-    * ``"numbers"``: the arrays of the data that ``method.targets`` names.
+    """Other requirements of the loss, checked before a run starts: words of
+    ``registry.REQUIREMENTS``, such as ``"labels"`` or ``"index"``. See docs/methods.md.
     """
     min_batch_size: ClassVar[int] = 1
     """Smallest ``train.batch_size``; 2 if the loss compares the images of a batch, or if BatchNorm

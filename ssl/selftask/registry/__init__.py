@@ -257,6 +257,7 @@ REDUCTIONS = {
 """Values of ``Method.loss_reduction`` and their meanings; ``selftask check`` verifies them."""
 
 REQUIREMENTS = {
+    # of the backbone, see ``models.features``
     "tokens": "patch tokens of a transformer",
     "subset": "patch tokens that can be left out",
     "attention": "patch tokens whose attention can be limited",
@@ -264,6 +265,7 @@ REQUIREMENTS = {
     "sparse": "convolutions that can leave out hidden patches",
     "dense": "dense feature maps",
     "hidden": "hidden layers",
+    # of the data
     "labels": "labels",
     "index": "the number of each image in the data set",
     "boxes": "the crop boxes of views",

@@ -14,6 +14,7 @@ import torch
 
 from selftask.batch import total
 from selftask.config.fields import setting
+from selftask.hooks.gradients.trained import updated_parameters
 from selftask.optim.gradients import total_norm
 from selftask.registry import register_train_step
 from selftask.task import Task
@@ -57,8 +58,7 @@ class SAM:
 
         The weights are restored on exit. The scale of the loss (``train.grad_scaler``) cancels.
         """
-        groups = task.optimizer.param_groups
-        weights = [p for group in groups for p in group["params"] if p.grad is not None]
+        weights = [p for p in updated_parameters(task) if p.grad is not None]
         before = [p.detach().clone() for p in weights]
         relative = [p.abs() * p.grad if self.adaptive else p.grad for p in weights]
         length = self.rho / total_norm(relative).clamp(min=1e-12)
