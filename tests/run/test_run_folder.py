@@ -122,7 +122,7 @@ def test_a_refused_run_does_not_remove_the_folder_of_the_other(
         (folder / "log.txt").write_text("of the other run")
         raise UserError("held")
 
-    monkeypatch.setattr(run_folder, "_take", refused)
+    monkeypatch.setattr(run_folder, "_lock_folder", refused)
     with (
         pytest.raises(UserError, match="held"),
         run_folder.locked(str(folder), first=True, alone=True),

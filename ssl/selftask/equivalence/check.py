@@ -81,11 +81,11 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
     records = [record for run in runs.values() for record in run]
     draws = sorted({name for record in records for name in record["draws"]})
     length = RunLength(**records[0]["length"])
-    later = [*not_reached(config, steps, length), *_asked(records, steps, length)]
+    later = [*not_reached(config, steps, length), *_steps_compared(records, steps, length)]
     return Report(rows, runs["ranks1"][0]["replaced_norms"], silent, draws, later)
 
 
-def _asked(records: Sequence[Record], steps: int, length: RunLength) -> list[str]:
+def _steps_compared(records: Sequence[Record], steps: int, length: RunLength) -> list[str]:
     """Describe each comparison of ``task.steps_done`` with a step that the check has not reached.
 
     Comparisons with the last step of the run are left out.

@@ -12,14 +12,14 @@ from selftask.config.compose.provenance import show_path
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def _noting(compare: Callable[[int, Any], bool]) -> Any:
-    """Return a method that calls ``_note`` and then ``compare``."""
+def _recorded(compare: Callable[[int, Any], bool]) -> Any:
+    """Return a method that calls ``_record`` and then ``compare``."""
 
-    def noted(steps: WatchedSteps, other: Any) -> bool:
-        steps._note(other)
+    def compared(steps: WatchedSteps, other: Any) -> bool:
+        steps._record(other)
         return compare(steps, other)
 
-    return noted
+    return compared
 
 
 class WatchedSteps(int):
@@ -36,7 +36,7 @@ class WatchedSteps(int):
         number.asked = asked
         return number
 
-    def _note(self, other: Any) -> None:
+    def _record(self, other: Any) -> None:
         if not isinstance(other, int):
             return
         frame = sys._getframe(2)
@@ -46,9 +46,9 @@ class WatchedSteps(int):
         line = f"{show_path(path)}:{frame.f_lineno}"
         self.asked[line] = max(other, self.asked.get(line, 0))
 
-    __lt__ = _noting(int.__lt__)
-    __le__ = _noting(int.__le__)
-    __gt__ = _noting(int.__gt__)
-    __ge__ = _noting(int.__ge__)
-    __eq__ = _noting(int.__eq__)
+    __lt__ = _recorded(int.__lt__)
+    __le__ = _recorded(int.__le__)
+    __gt__ = _recorded(int.__gt__)
+    __ge__ = _recorded(int.__ge__)
+    __eq__ = _recorded(int.__eq__)
     __hash__ = int.__hash__

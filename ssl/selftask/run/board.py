@@ -55,8 +55,8 @@ class Board:
         )
         self._is_ours = kept is not None
         self._lost: BoardLost | None = None
-        self._asked: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
-        self._asked = SimpleQueue()
+        self._requests: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
+        self._requests = SimpleQueue()
         if not self._is_ours:
             threading.Thread(target=self._serve, name="selftask board", daemon=True).start()
 
@@ -67,7 +67,7 @@ class Board:
 
     def close(self) -> None:
         """End the thread, after which the board must not be used."""
-        self._asked.put(None)
+        self._requests.put(None)
 
     def set(self, key: str, value: str) -> None:
         self._ask(self._store.set, key, value)
@@ -94,7 +94,7 @@ class Board:
         if self._lost is not None:
             raise self._lost
         answer: Future[Any] = Future()
-        self._asked.put((answer, operation, args))
+        self._requests.put((answer, operation, args))
         # Count seconds in which this process ran: it may have been suspended along with rank 0.
         if not any(wait([answer], timeout=1.0).done for _ in range(max(1, round(self.limit_s)))):
             self._lost = BoardLost(self.limit_s)
@@ -106,8 +106,8 @@ class Board:
             raise self._lost from error
 
     def _serve(self) -> None:
-        while asked := self._asked.get():
-            answer, operation, args = asked
+        while request := self._requests.get():
+            answer, operation, args = request
             try:
                 answer.set_result(operation(*args))
             except BaseException as error:  # noqa: BLE001 - raised in the caller

@@ -98,7 +98,7 @@ class Children:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.stopped_by: int | None = None  # the last stop signal
         heeded = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_ignored(n)]
-        self._previous = {number: signal.signal(number, self._pass_on) for number in heeded}
+        self._previous = {number: signal.signal(number, self._forward_signal) for number in heeded}
 
     def start(
         self, command: list[str], environments: Sequence[dict[str, str] | None], **options: Any
@@ -106,14 +106,14 @@ class Children:
         """Start a process of ``command`` in each environment; ``options`` are passed to Popen."""
         started = [
             # preexec_fn is safe: this process has no threads
-            subprocess.Popen(command, env=environment, preexec_fn=end_with(), **options)
+            subprocess.Popen(command, env=environment, preexec_fn=end_with_parent(), **options)
             for environment in environments
         ]
         self.processes += started
         if self.stopped_by is not None:  # before all were started
             self._send(self.stopped_by, started)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         self.stopped_by = number
         self._send(number, self.processes)
 
@@ -268,7 +268,7 @@ def is_from_terminal(number: int) -> bool:
         return False
 
 
-def end_with() -> Callable[[], None] | None:
+def end_with_parent() -> Callable[[], None] | None:
     """Return a ``preexec_fn``: the kernel then sends SIGTERM to the child when this process dies.
 
     Otherwise the children of a killed parent would keep running unnoticed. The result is None

@@ -301,7 +301,7 @@ def _stop_signals_raised() -> Iterator[None]:
     }
     try:
         for number in before:
-            signal.signal(number, _leave)
+            signal.signal(number, _raise_interrupt)
         yield
     finally:
         for number, handler in before.items():
@@ -313,7 +313,7 @@ def _is_of_submitit(handler: object) -> bool:
     return str(getattr(handler, "__module__", "")).startswith("submitit.")
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     # SIGHUP stays ignored, since a closing terminal may send several.
     signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
     raise KeyboardInterrupt(signal.Signals(number).name)

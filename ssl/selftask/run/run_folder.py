@@ -56,7 +56,7 @@ def locked(out: str, *, first: bool, alone: bool = False) -> Iterator[Path]:
     ours: list[Path] = []  # folders to remove; none if another run has the lock
     try:
         if lock is not None:
-            _take(lock, folder / LOCK, out)
+            _lock_folder(lock, folder / LOCK, out)
             ours = created
             threading.Thread(target=_touch, args=(folder / LOCK, over), daemon=True).start()
         yield folder
@@ -147,13 +147,13 @@ def _lock(file: IO[str]) -> None:
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _take(lock: IO[str], path: Path, out: str) -> None:
+def _lock_folder(lock: IO[str], path: Path, out: str) -> None:
     """Lock the folder; if SLURM has restarted this job, wait for its previous attempt to end.
 
     Raises UserError if another run has the lock.
     """
     touched, since = path.stat().st_mtime_ns, time.monotonic()
-    while not _try(lock, out):
+    while not _try_lock(lock, out):
         holder, job = _holder(path)
         restarted = int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
         if not restarted or job != os.environ.get("SLURM_JOB_ID"):
@@ -173,7 +173,7 @@ def _take(lock: IO[str], path: Path, out: str) -> None:
     lock.flush()
 
 
-def _try(lock: IO[str], out: str) -> bool:
+def _try_lock(lock: IO[str], out: str) -> bool:
     """Return whether the lock was acquired; also True if the file system has no locks."""
     try:
         _lock(lock)

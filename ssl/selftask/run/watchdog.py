@@ -47,11 +47,11 @@ class AwakeClock:
 
     def __init__(self, max_gap_s: float) -> None:
         self.max_gap_s = max_gap_s
-        self._seconds, self._asked = 0.0, time.monotonic()
+        self._seconds, self._called = 0.0, time.monotonic()
 
     def __call__(self) -> float:
-        before, self._asked = self._asked, time.monotonic()
-        self._seconds += min(self._asked - before, self.max_gap_s)
+        before, self._called = self._called, time.monotonic()
+        self._seconds += min(self._called - before, self.max_gap_s)
         return self._seconds
 
 
@@ -214,7 +214,7 @@ class Watch:
 
     def _check(self) -> Failure | None:
         if self.board is None:
-            self._note(self.rank, _own_beat())
+            self._record(self.rank, _own_beat())
             return self._stuck()
         failure = self._announced()
         if failure is not None:
@@ -235,9 +235,9 @@ class Watch:
         assert self.board is not None
         for rank in range(self.size):
             if self.board.has(f"heartbeat/{rank}"):
-                self._note(rank, json.loads(self.board.get(f"heartbeat/{rank}")))
+                self._record(rank, json.loads(self.board.get(f"heartbeat/{rank}")))
 
-    def _note(self, rank: int, beat: Beat) -> None:
+    def _record(self, rank: int, beat: Beat) -> None:
         now = self._now()
         if self._heard.get(rank, ({}, 0.0))[0] != beat:
             self._heard[rank] = (beat, now)

@@ -69,7 +69,7 @@ def submit_locally(
     # may be UUIDs; update_parameters accepts numbers only
     executor.parameters["visible_gpus"] = gpus
     jobs = []
-    with _as_of_nohup(folder / CONTROLLER_ERRORS):
+    with _detached(folder / CONTROLLER_ERRORS):
         for submission in submissions:
             with _environment_of(submission, folder):
                 jobs.append(f"{LOCAL}{executor.submit(submission).job_id}")
@@ -116,7 +116,7 @@ def _gpus(config: Config, asked: Any) -> list[str]:
 
 
 @contextmanager
-def _as_of_nohup(errors: Path) -> Iterator[None]:
+def _detached(errors: Path) -> Iterator[None]:
     """Context whose child processes are detached from the terminal's output and signals.
 
     Args:

@@ -45,15 +45,15 @@ class SAM:
             return
 
         compute_gradients(task, batch.local_loss)
-        with self._climbed(task):
+        with self._perturbed(task):
             with second_pass(task.base_model), task.autocast():
-                uphill = total(task.loss(task.model(batch.input), batch))
-            compute_gradients(task, uphill)
+                perturbed_loss = total(task.loss(task.model(batch.input), batch))
+            compute_gradients(task, perturbed_loss)
         apply_gradients(task)
 
     @contextmanager
     @torch.no_grad()
-    def _climbed(self, task: Task) -> Iterator[None]:
+    def _perturbed(self, task: Task) -> Iterator[None]:
         """Context in which ``rho * g / ||g||`` (eq. 2, or as in ASAM) is added to the weights.
 
         The weights are restored on exit. The scale of the loss (``train.grad_scaler``) cancels.

@@ -75,19 +75,19 @@ class Fault(Hook):
         if self.kind == "sleep":
             time.sleep(self.seconds)
         elif self.kind == "nan_output":
-            task.last_batch.output = _spoilt(task.last_batch.output)
+            task.last_batch.output = _with_nan(task.last_batch.output)
         elif self.kind == "nan_gradient":
             first = next(p for p in task.base_model.parameters() if p.requires_grad)
-            self.handle = first.register_hook(self._spoil_gradient)
+            self.handle = first.register_hook(self._nan_gradient)
         elif self.kind in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[self.kind])
 
-    def _spoil_gradient(self, gradient: Tensor) -> Tensor:
+    def _nan_gradient(self, gradient: Tensor) -> Tensor:
         self.handle.remove()
         return gradient * torch.nan
 
 
-def _spoilt(output: Any) -> Any:
+def _with_nan(output: Any) -> Any:
     """Return the network's output with its first tensor multiplied by NaN."""
     first, *others = tree_leaves(output)
     return tree_unflatten([first * torch.nan, *others], tree_structure(output))
