@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,25 @@ from selftask.errors import ConfigError
 from selftask.evaluate.online import evaluate_task
 from selftask.logs import read_metrics
 from selftask.registry import METHODS
+from selftask.task import Task
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("validation")
+
+
+def test_evaluations_that_draw_random_numbers_do_not_change_the_run(folder: Path) -> None:
+    def drawing(task: Task) -> dict[str, float]:
+        return {"knn_top1": random.random() * np.random.random() * float(torch.rand(()))}
+
+    def still(task: Task) -> dict[str, float]:
+        return {"knn_top1": 0.5}
+
+    words = ("train.max_steps=2", "eval.every='1 steps'", "eval.evaluations={knn: {k: [3]}}")
+    runs = [train("simclr", folder, f.__name__, *words, evaluate=f) for f in (drawing, still)]
+    own = ("config", "metrics_bytes", "history")
+    assert tiny.differences(*(tiny.last_state(task.out, own) for task in runs)) == []
 
 
 def beside(method: str, folder: Path) -> None:

@@ -14,6 +14,7 @@ from selftask.hooks.base import Hook, Task
 from selftask.logs import get_logger
 from selftask.logs.rows import is_measured
 from selftask.logs.stages import stage
+from selftask.random.process_state import restored_rng
 from selftask.registry import register_hook
 
 log = get_logger(__name__)
@@ -74,7 +75,8 @@ class EvaluateBackbone(Hook):
             if _has_evaluations(task):
                 task.run_hooks("before_evaluation")
             of_hooks = task.pop_scalars()
-        with stage("evaluate", at_once=True):
+        # Evaluations of users draw from these generators, and importing scikit-learn does.
+        with stage("evaluate", at_once=True), restored_rng():
             row = {**of_hooks, **self._evaluate(task, task.evaluate)}
         if row:
             row["eval_s"] = time.perf_counter() - started

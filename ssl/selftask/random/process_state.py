@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,3 +53,13 @@ def set_rng_state(state: dict[str, Any]) -> None:
     )
     torch.set_rng_state(state["torch"])
     accelerator.set_rng_state(state)
+
+
+@contextmanager
+def restored_rng() -> Iterator[None]:
+    """Context that restores the generators of ``rng_state`` at exit."""
+    before = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(before)

@@ -20,7 +20,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
 from selftask.random.keyed import LAYER_DRAWS
-from selftask.random.process_state import rng_state, set_rng_state
+from selftask.random.process_state import restored_rng, rng_state, set_rng_state
 from selftask.registry import METHODS, register_train_step
 from selftask.task import Task
 from selftask.task.second_pass import second_pass
@@ -176,9 +176,6 @@ def _of_chunk(task: Task, batch: Batch, rows: slice) -> Any:
 @contextmanager
 def _replayed(state: dict[str, Any]) -> Iterator[None]:
     """Context in which the random generators start from a saved state."""
-    now = rng_state()
-    set_rng_state(state)
-    try:
+    with restored_rng():
+        set_rng_state(state)
         yield
-    finally:
-        set_rng_state(now)
