@@ -14,7 +14,7 @@ from selftask.cli.main import main
 from selftask.config.config_class import config_class
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import check_data, open_data
-from selftask.data.sampling.sampler import build_sampler, steps_per_epoch
+from selftask.data.sampling.sampler import BatchSampler, build_sampler, steps_per_epoch
 from selftask.errors import ConfigError, UserError
 from selftask.registry import SAMPLERS
 
@@ -113,6 +113,43 @@ def test_ones_own_sampler(
     sampler = build_sampler(config, open_data(config.data).train)
     assert sorted(sampler.order(3).at(np.arange(40))) == list(range(0, 80, 2))
     assert steps_per_epoch(sampler.num_samples, 16) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("class S: pass", r"wrong\.py:4: the sampler S must extend .*sampler\.Sampler"),
+        (
+            "class S(Sampler):\n    def order(self, epoch): ...",
+            r"wrong\.py:4: the sampler S has no method describe$",
+        ),
+        (
+            "class S(Sampler):\n    order = describe = None\n"
+            "    def __init__(self, config, pool): self.num_samples = 80",
+            r"wrong\.py:4: the sampler S: __init__ must call super\(\)\.__init__\(config, pool\)",
+        ),
+        (
+            "class S(Sampler):\n    describe = None\n    def order(self, epoch): return [1, 2]",
+            r"wrong\.py:7: a sampler's order returned a list, .* a method at\(positions\)",
+        ),
+        (
+            "class S(Sampler):\n    describe = None\n"
+            "    def order(self, epoch): return FlatOrder(lambda positions: positions - 1)",
+            r"wrong\.py:7: a sampler's order returned index -1; the images are 0 to 79",
+        ),
+    ],
+)
+def test_mistakes_in_ones_own_sampler_are_placed(
+    body: str, message: str, tmp_path: Path, forget_names: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imports = "sampling.sampler import FlatOrder, Sampler"
+    source = f"from selftask.data.{imports}\nfrom selftask.registry import register_sampler\n\n"
+    (tmp_path / "wrong.py").write_text(f'{source}@register_sampler("wrong")\n{body}\n')
+    monkeypatch.chdir(tmp_path)
+    words = ["import=[wrong]", "data.sampler=wrong"]
+    config = tiny.config("simclr", tmp_path, "run", *words)
+    with pytest.raises(UserError, match=message):
+        next(iter(BatchSampler(build_sampler(config, open_data(config.data).train))))
 
 
 def test_samplers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

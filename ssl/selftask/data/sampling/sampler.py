@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from selftask.config.extensions.user_code import source_of
 from selftask.config.schema import Config
 from selftask.data.source import Source
-from selftask.errors import ConfigError
+from selftask.errors import ConfigError, UserError
 from selftask.random.permutation import BLOCK, EpochOrder
 from selftask.registry import SAMPLERS
 
@@ -74,16 +75,24 @@ def build_sampler(config: Config, source: Source) -> Sampler:
     """Build the sampler of ``data.sampler``.
 
     Raises:
-        UserError: If the sampler does not suit the images.
+        UserError: If the sampler does not suit the images, or its class is incomplete.
         ConfigError: If an epoch has no full batch.
     """
     chosen = config.data.sampler
     registered = SAMPLERS[chosen.name]
+    subject = f"{source_of(registered)}: the sampler {registered.__name__}"
+    if not (isinstance(registered, type) and issubclass(registered, Sampler)):
+        raise UserError(f"{subject} must extend {Sampler.__module__}.Sampler")
+    if registered.__abstractmethods__:
+        missing = ", ".join(sorted(registered.__abstractmethods__))
+        raise UserError(f"{subject} has no method {missing}")
     config_class = getattr(registered, "Config", None)
     train = config.train
     labels = None if source.labels is None else np.asarray(source.labels)
     pool = Pool(len(source), train.batch_size, train.seed, labels)
     sampler: Sampler = registered(config_class(**chosen.args) if config_class else None, pool)
+    if not hasattr(sampler, "pool"):
+        raise UserError(f"{subject}: __init__ must call super().__init__(config, pool)")
     steps_per_epoch(sampler.num_samples, pool.batch_size)  # raises if there is none
     return sampler
 
@@ -123,9 +132,26 @@ class BatchSampler:
             while batch < self.steps_per_epoch:
                 stop = min(batch + batches_at_once, self.steps_per_epoch)
                 positions = np.arange(batch, stop)[:, None] * self.batch_size + offsets
-                yield from self._keys(epoch, positions, order.at(positions))
+                yield from self._keys(epoch, positions, self._indices(order, positions))
                 batch = stop
             epoch, batch = epoch + 1, 0
+
+    def _indices(self, order: EpochOrder, positions: np.ndarray) -> np.ndarray:
+        """Return the indices at some positions; raise UserError unless they are those of images."""
+        subject = f"{source_of(self.sampler.order)}: a sampler's order returned"
+        if not hasattr(order, "at"):
+            raise UserError(
+                f"{subject} a {type(order).__name__}, not an object with a method at(positions), "
+                "such as FlatOrder(indices.__getitem__)"
+            )
+        indices = order.at(positions)
+        for index in (indices.min(), indices.max()):
+            if not 0 <= index < self.sampler.pool.num_images:
+                raise UserError(
+                    f"{subject} index {index}; the images are 0 to "
+                    f"{self.sampler.pool.num_images - 1}"
+                )
+        return indices
 
     def _keys(
         self, epoch: int, positions: np.ndarray, indices: np.ndarray
