@@ -124,8 +124,7 @@ def test_ones_own_sampler(
             r"wrong\.py:4: the sampler S has no method describe$",
         ),
         (
-            "class S(Sampler):\n    order = describe = None\n"
-            "    def __init__(self, config, pool): self.num_samples = 80",
+            "class S(Sampler):\n    order = describe = None\n    def __init__(self, *args): pass",
             r"wrong\.py:4: the sampler S: __init__ must call super\(\)\.__init__\(config, pool\)",
         ),
         (
@@ -133,8 +132,7 @@ def test_ones_own_sampler(
             r"wrong\.py:7: a sampler's order returned a list, .* a method at\(positions\)",
         ),
         (
-            "class S(Sampler):\n    describe = None\n"
-            "    def order(self, epoch): return FlatOrder(lambda positions: positions - 1)",
+            "class S(Sampler):\n    describe = None\n    def order(self, epoch): return Minus()",
             r"wrong\.py:7: a sampler's order returned index -1; the images are 0 to 79",
         ),
     ],
@@ -142,9 +140,12 @@ def test_ones_own_sampler(
 def test_mistakes_in_ones_own_sampler_are_placed(
     body: str, message: str, tmp_path: Path, forget_names: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    imports = "sampling.sampler import FlatOrder, Sampler"
-    source = f"from selftask.data.{imports}\nfrom selftask.registry import register_sampler\n\n"
-    (tmp_path / "wrong.py").write_text(f'{source}@register_sampler("wrong")\n{body}\n')
+    source = (
+        "from selftask.data.sampling.sampler import Sampler\n"
+        "from selftask.registry import register_sampler\n\n"
+    )
+    minus = "\nclass Minus:\n    def at(self, positions): return positions - 1\n"
+    (tmp_path / "wrong.py").write_text(f'{source}@register_sampler("wrong")\n{body}\n{minus}')
     monkeypatch.chdir(tmp_path)
     words = ["import=[wrong]", "data.sampler=wrong"]
     config = tiny.config("simclr", tmp_path, "run", *words)
