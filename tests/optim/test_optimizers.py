@@ -392,6 +392,11 @@ class Takes(Returns):
     ("options", "message"),
     [
         (Returns(None), "an optimizer's build returned None, not a torch.optim.Optimizer"),
+        (Returns([0] * 99), r"an optimizer's build returned \[0, 0, [0, ]{73}, not a torch"),
+        (
+            Returns(torch.optim.SGD([torch.zeros(1)])),
+            "an optimizer's build returned one with 1 parameter groups instead of the 0 of its",
+        ),
         (Takes(None), r"an optimizer's build is called with \(groups\), and takes \(model"),
     ],
 )

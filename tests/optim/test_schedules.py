@@ -360,6 +360,28 @@ class Square(ScheduleConfig):
         return lambda where: start + (end - start) * where**2
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            0.5,
+            r"test_schedules\.py:\d+: the curve of a schedule returned 0\.5; expected a f",
+        ),
+        (lambda where: None, "returned a function with the value None at 0; expected"),
+    ],
+)
+def test_a_curve_that_is_no_function_to_numbers(
+    returned: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(Square):
+        def curve(self, start: float, end: float, span: Span) -> Any:
+            return returned
+
+    monkeypatch.setitem(SCHEDULES._registered, "square", Wrong)
+    with pytest.raises(UserError, match=message):
+        ours({"name": "square", "start": 2.0, "end": 1.0, "warmup": 7})
+
+
 def test_a_schedule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEDULES._registered, "square", Square)
     values = ours({"name": "square", "start": 2.0, "end": 1.0, "warmup": 7})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 from fvcore.common.param_scheduler import ExponentialParamScheduler, ParamScheduler
 
 from selftask.classy import UpdateInterval, schedulers
+from selftask.config.extensions.user_code import source_of
+from selftask.errors import UserError
 
 Schedule = Callable[[float], Any]  # progress in [0, 1) -> value
 
@@ -34,6 +36,21 @@ class Curve(ParamScheduler):  # type: ignore[misc]  # fvcore ships no types
 
     def __call__(self, where: float) -> Any:
         return self.function(where)
+
+
+def checked(function: Any, origin: Callable[..., Any]) -> Any:
+    """Return what a schedule's ``curve`` (``origin``) returned, a function of progress.
+
+    Raises:
+        UserError: If it is not a function, or its value at 0 is not a number.
+    """
+    subject = f"{source_of(origin)}: the curve of a schedule returned"
+    expected = "expected a function of progress in [0, 1) that returns a number"
+    if not callable(function):
+        raise UserError(f"{subject} {function!r:.80}; {expected}")
+    if not isinstance(value := function(0.0), SupportsFloat):
+        raise UserError(f"{subject} a function with the value {value!r:.80} at 0; {expected}")
+    return function
 
 
 def _made(make: Callable[[], Schedule]) -> Curve:

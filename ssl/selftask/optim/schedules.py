@@ -22,7 +22,7 @@ from selftask.config.fields import setting
 from selftask.config.run_length import RunLength
 from selftask.config.values.duration import parse_duration, steps_in
 from selftask.errors import UserError
-from selftask.optim.curves import Curve, Schedule, geometric, join
+from selftask.optim.curves import Curve, Schedule, checked, geometric, join
 from selftask.registry import SCHEDULES, register_schedule
 
 _EPSILON = 1e-9  # fraction of a run; tolerance for rounding errors of progress
@@ -102,7 +102,7 @@ class ScheduleConfig:
         else:
             span = Span(length, 0.0 if fixed else warmup)
             make = partial(self.curve, start, start if self.end is None else self.end, span)
-            after = make()
+            after = checked(make(), self.curve)
             schedule = after if isinstance(after, ParamScheduler) else Curve(after, make)
             if warmup > 0.0:
                 rise = self._rise(schedule(warmup) if self.warmup_interval == "fixed" else start)
