@@ -20,7 +20,7 @@ from selftask.cli.model.result_row import layer_table
 from selftask.config.load import to_yaml
 from selftask.config.schema import Component
 from selftask.evaluate.features import Features
-from selftask.evaluate.figure import Figure, bootstrap_interval
+from selftask.evaluate.figure import Figure, bootstrap_interval, image_interval
 from selftask.evaluate.image_scores import packed_scores, unpacked_scores
 from selftask.evaluate.knn import KNN
 from selftask.evaluate.linear import Linear
@@ -36,6 +36,26 @@ def test_interval_of_right_and_wrong_is_that_of_the_binomial() -> None:
     expected = stats.binom.ppf((0.025, 0.975), 400, hits.mean()) / 400
     actual = bootstrap_interval(hits.astype(float), resamples=200_000)
     assert actual == pytest.approx(expected, abs=1 / 400 + 1e-12)
+
+
+@pytest.mark.parametrize("num_hits", [0, 1, 9, 10, 50, 90, 91, 99, 100])
+def test_interval_of_few_mistakes_is_that_of_scipy(num_hits: int) -> None:
+    """A bootstrap over images that are all right has no width."""
+    hits = DRAWS.permutation(np.arange(100) < num_hits).astype(float)
+    expected = stats.binomtest(num_hits, 100).proportion_ci(method="exact")
+    is_exact = not 10 <= num_hits <= 90
+    tolerance = 1e-9 if is_exact else 0.04
+    assert image_interval(hits) == pytest.approx((expected.low, expected.high), abs=tolerance)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.97])
+def test_interval_contains_the_true_accuracy(share: float) -> None:
+    """In 95 % of all test sets of 75 images, which have whole numbers of hits."""
+    covered = 0.0
+    for num_hits in range(76):
+        low, high = image_interval((np.arange(75) < num_hits).astype(float))
+        covered += stats.binom.pmf(num_hits, 75, share) * (low <= share <= high)
+    assert covered > 0.93
 
 
 @pytest.mark.parametrize("kinds", [2, 6])

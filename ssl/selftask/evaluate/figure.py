@@ -1,4 +1,4 @@
-"""Means over test images that keep the score of each image, and bootstrap intervals of them.
+"""Means over test images that keep the score of each image, and intervals of them.
 
 N test images.
 """
@@ -13,6 +13,7 @@ import numpy as np
 LEVEL = 0.95
 _RESAMPLES = 10_000
 _COUNTS = 1 << 22  # maximum number of counts in memory
+_FEW = 10  # images that are right or wrong; with fewer, a bootstrap interval is too short
 
 
 class Figure(float):
@@ -58,6 +59,27 @@ class Figure(float):
         """Return the mean of the results of several seeds, which are kept in ``of_seeds``."""
         mean = cls.of_draws(results)
         return cls(mean, mean.scores, tuple(map(float, results)))
+
+
+def image_interval(scores: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of a mean over test images.
+
+    It is the bootstrap interval, or the exact binomial interval (Clopper and Pearson, Biometrika
+    1934) if images are right or wrong, and fewer than ten are right or fewer than ten are wrong.
+
+    Args:
+        scores: Score (N,) of each image.
+    """
+    hits = np.count_nonzero(scores)
+    misses = len(scores) - hits
+    if min(hits, misses) >= _FEW or not np.isin(scores, (0, 1)).all():
+        return bootstrap_interval(scores)
+    from scipy.special import betaincinv  # slow to import
+
+    tail = (1 - LEVEL) / 2
+    low = float(betaincinv(hits, misses + 1, tail)) if hits else 0.0
+    high = float(betaincinv(hits + 1, misses, 1 - tail)) if misses else 1.0
+    return low, high
 
 
 def bootstrap_interval(

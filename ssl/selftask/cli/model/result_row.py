@@ -7,7 +7,7 @@ from typing import Any
 
 from selftask.data.data_module import val_key
 from selftask.errors import aligned
-from selftask.evaluate.figure import Figure, bootstrap_interval
+from selftask.evaluate.figure import Figure, image_interval
 from selftask.evaluate.image_scores import packed_scores
 from selftask.report.compare.interval import interval
 from selftask.report.layers import by_layer
@@ -31,8 +31,8 @@ def described(
 def with_intervals(row: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics with their 95 % intervals, as ``NAME_low`` and ``NAME_high``.
 
-    Only metrics with a score for each image have these intervals, which are bootstrapped over the
-    test images. Metrics of several seeds also have ``NAME_seeds_low`` and ``NAME_seeds_high``, by
+    Only metrics with a score for each image have these intervals, see ``image_interval``. Metrics
+    of several seeds also have ``NAME_seeds_low`` and ``NAME_seeds_high``, by
     Student's t over the seeds.
     """
     extended: dict[str, float] = {}
@@ -41,7 +41,7 @@ def with_intervals(row: Mapping[str, float]) -> dict[str, float]:
         if not isinstance(value, Figure):
             continue
         if value.scores is not None:
-            low, high = bootstrap_interval(value.scores)
+            low, high = image_interval(value.scores)
             extended |= {f"{name}_low": low, f"{name}_high": high}
         of_seeds = interval(value.of_seeds)
         if of_seeds is not None and of_seeds.half is not None:
