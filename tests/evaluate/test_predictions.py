@@ -137,6 +137,18 @@ def test_calibration_error_is_that_of_a_loop(given: tuple[Tensor, Tensor], tmp_p
     assert expected_calibration_error(sure, np.array([True, True, True, False]), 15) == 0.25
 
 
+@pytest.mark.parametrize("name", ["all.npz", "best.csv"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scores_of_a_diverged_network_are_refused(
+    value: float, name: str, given: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    """The class of the first NaN was taken as the prediction."""
+    scores, labels = given[0].clone(), given[1]
+    scores[7, 2] = value
+    with pytest.raises(UserError, match="scores of 1 of 60 images are not finite"):
+        write(tmp_path / name, scores, labels)
+
+
 def test_several_labels_an_image(tmp_path: Path) -> None:
     draws = torch.Generator().manual_seed(0)
     scores = torch.randn(40, 6, generator=draws)

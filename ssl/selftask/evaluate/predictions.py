@@ -116,7 +116,8 @@ def read_predictions(path: Path) -> Predictions:
     """Read a file written by ``prediction_file``.
 
     Raises:
-        UserError: If the file does not exist or has a different format.
+        UserError: If the file does not exist, has a different format, or has scores that are not
+            finite.
     """
     if not is_file(path):
         if path.exists():
@@ -125,13 +126,19 @@ def read_predictions(path: Path) -> Predictions:
     if not path.stat().st_size:
         raise UserError(f"{path}: the file is empty")
     try:
-        return _read_scores(path) if path.suffix == ".npz" else _read_table(path)
+        read = _read_scores(path) if path.suffix == ".npz" else _read_table(path)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
     except _MALFORMED as error:
         raise UserError(
             f"{path}: is not what `selftask test RUN predictions=FILE` writes ({error})"
         ) from error
+    if broken := int((~np.isfinite(read.probability)).sum()):
+        raise UserError(
+            f"{path}: the scores of {broken} of {len(read.paths)} images are not finite: the "
+            "weights are damaged or training has diverged"
+        )
+    return read
 
 
 def _read_table(path: Path) -> Predictions:
@@ -157,7 +164,8 @@ def _read_scores(path: Path) -> Predictions:
         raise ValueError(f"labels of shape {labels.shape} and scores of shape {scores.shape}")
     if labels.ndim == 1 and labels.max(initial=-1) >= scores.shape[1]:
         raise ValueError(f"label {labels.max()} and scores of {scores.shape[1]} classes")
-    odds = np.exp(scores - scores.max(axis=1, keepdims=True), dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        odds = np.exp(scores - scores.max(axis=1, keepdims=True), dtype=np.float64)
     odds /= odds.sum(axis=1, keepdims=True)
     best = scores.argmax(axis=1)
     share = odds[np.arange(len(odds)), best]
