@@ -174,7 +174,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.digits_file(folder, "val.npz", 400, 700)
     tiny.digits_file(folder, "other.npz", 700, 1000)
     for out in ("runs/a", "runs/b"):
-        task = tiny.train("simclr", folder, out, "train.max_steps=2", f"train.seed={len(out)}")
+        words = ("train.max_steps=2", "train.checkpoint_every=1", "hooks.ema={}")
+        task = tiny.train("simclr", folder, out, *words, f"train.seed={len(out)}")
         (task.out / "config.yaml").write_text(to_yaml(task.config))
         write_json(task.out / "status.json", {"state": "finished", "step": 2})
         assert rotation.checkpoints(task.out / "checkpoints")
@@ -226,6 +227,11 @@ def test_report_compares_only_the_same_test_images(
         for text in (images, row["model_digest"][:8], f"{shown['knn_top1']:.4g}", "k=[5]"):
             assert text in page.partition("results-of-eval")[2]
     assert kept[0]["data_digests"] == kept[1]["data_digests"]
+
+    before = compared()
+    evaluate(runs[1], "val.npz", "k=[5]", "weights=ema")  # other weights
+    evaluate(Path(f"{runs[1]}@1"), "val.npz", "k=[5]")  # an earlier checkpoint
+    assert compared() == before
 
     file = runs[1] / "evaluations.jsonl"
     lines = (runs[0] / "evaluations.jsonl").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 import time
@@ -16,7 +17,7 @@ from selftask.checkpoint.kept import Kept
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.errors import UserError
 from selftask.files.paths import is_folder
-from selftask.files.received import Kind, drop_misfits, read_json
+from selftask.files.received import Kind, drop_misfits, is_number, read_json
 from selftask.files.yaml_file import read_yaml
 from selftask.logs.checkpoint_results import result_files
 from selftask.logs.drawn_rows import Lines, read_drawn_rows, read_ends
@@ -72,7 +73,8 @@ class RunRecord:
     status: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)  # rows of `selftask eval suite`
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # results of `selftask eval`
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Results of ``selftask eval``, by the step of the checkpoint and then by date."""
     events: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     exports: list[Path] = field(default_factory=list)
@@ -105,6 +107,7 @@ class RunRecord:
             name = str(path.relative_to(folder))
             record.results += record._read_lines(name, read_ends)
         record.evaluations = record._read_lines("evaluations.jsonl", read_ends)
+        record.evaluations.sort(key=lambda r: r["step"] if is_number(r.get("step")) else math.inf)
         record.events = record._read_lines("events.jsonl", read_ends, valid_events)
         record.checkpoints = list_checkpoints(folder / "checkpoints")
         record.exports = sorted(path for path in (folder / "export").glob("*") if path.is_file())

@@ -52,9 +52,9 @@ class Pair:
 def paired(records: Sequence[RunRecord], names: Sequence[str]) -> list[Pair]:
     """Return the differences between pairs of runs in metrics on the same test images.
 
-    The newest result of each metric is used. Results are compared if their training images, test
-    images and evaluation settings are the same, and equally many test images were readable. If
-    there are more than six runs, only pairs with the first run are compared.
+    The newest result of a run's last evaluated checkpoint is used. Results are compared if their
+    training images, test images and evaluation settings are the same, and equally many test images
+    were readable. If there are more than six runs, only pairs with the first run are compared.
 
     Args:
         records: The runs, best first.
@@ -78,7 +78,7 @@ def paired(records: Sequence[RunRecord], names: Sequence[str]) -> list[Pair]:
 
 
 def _results(record: RunRecord) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    """Yield (metric, digests, settings) and scores of each result of a run, newest last."""
+    """Yield (metric, digests, settings) and scores of each result of a run, those to use last."""
     for row in record.evaluations:
         packed = row.get(SCORES)
         if not isinstance(packed, dict) or not TEXTS.accepts(row.get("overrides")):

@@ -13,7 +13,7 @@ from selftask.report.compare.tables import SORTABLE, Head
 from selftask.report.overview.table import Cell
 from selftask.report.page import render
 
-_PLACES = ("data", "import", "out", "prefix", "trust", "train", "weights")
+_PLACES = ("data", "import", "out", "prefix", "trust", "train")
 _FACTS = {"step", "train_images", "test_images", "classes", "chance", "patches", "size", "views"}
 _FACTS |= {"queries", "database", "dimensions"}
 _DIGITS = 8  # of a digest that are shown
@@ -21,6 +21,7 @@ _MOST_ROWS = 300
 _HEADS = (
     Head("metric"),
     Head("run"),
+    Head("step", "max", "of the checkpoint"),
     Head("value", "max"),
     Head("95 % interval", title="over test images, or over seeds of the evaluation"),
     Head("settings"),
@@ -33,7 +34,7 @@ _HEADS = (
 def settings_of(row: dict[str, Any]) -> list[str]:
     """Return the overrides of a result that affect its metrics, sorted.
 
-    Those of the images and weights are left out, which are compared by their digests.
+    Those of the images are left out, which are compared by their digests.
     """
     words = row.get("overrides") if TEXTS.accepts(row.get("overrides")) else None
     return sorted(w for w in words or () if w.partition("=")[0].partition(".")[0] not in _PLACES)
@@ -71,8 +72,10 @@ class Result:
         shown_seed = "" if seed is None else str(seed)
         weights = str(self.row.get("model_digest") or "")[:_DIGITS]
         facts = (self.interval, " ".join(settings_of(self.row)), shown_seed, self.images, weights)
+        step = self.row.get("step")
+        shown_step = Cell(f"{step:,}", step) if is_number(step) else Cell("")
         value = Cell(f"{self.value:.4g}", self.value)
-        return [_text(self.metric), _text(self.run), value, *map(_text, facts)]
+        return [_text(self.metric), _text(self.run), shown_step, value, *map(_text, facts)]
 
 
 def _text(text: str) -> Cell:
@@ -82,8 +85,8 @@ def _text(text: str) -> Cell:
 def results_table(comparison: Comparison) -> str:
     """Return the table of metrics that at least two runs have; empty if there are none.
 
-    Of equal evaluations of a run (metric, images, settings), only the newest is shown. The table
-    has at most 300 rows.
+    Of equal evaluations of a run (metric, images, settings), only the newest of its last evaluated
+    checkpoint is shown. The table has at most 300 rows.
     """
     newest = {
         (result.metric, result.run, result.images, *settings_of(result.row)): result
