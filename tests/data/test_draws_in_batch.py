@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from selftask.batch import Batch, Draws
 from selftask.config.load import load_config
@@ -65,7 +66,7 @@ MAPS = [
     part("rotation", degrees=40.0),
     part("random_affine", degrees=20.0, scale=(0.8, 1.3), translate=0.1),
     part("random_shear", x=15.0, y=10.0),
-    part("rotate_90"),
+    *(part("rotate_90", k=[turns]) for turns in (1, 2, 3)),
     part("center_crop", size=150),
     part("center_crop", size=300),
     part("random_crop", size=150),
@@ -109,6 +110,17 @@ def test_policies_compose_their_geometric_operations() -> None:
         assert_where(policy.apply(MAP, operations), draws, most=2.5)
 
 
+def test_the_drawn_rotation_is_counterclockwise() -> None:
+    """As Pillow's, of an angle in degrees."""
+    for degrees in (25.0, 170.0):
+        rotation = TRANSFORMS["rotation"](degrees=degrees, interpolation="nearest")
+        params = rotation.draw(np.random.default_rng(1), HEIGHT, WIDTH)
+        (angle,) = rotation.numbers(params)
+        turned = np.asarray(Image.fromarray(MAP).rotate(angle))
+        different = (rotation.apply(MAP, params) != turned).any(axis=2)
+        assert different.mean() < 0.02
+
+
 def test_derived_views_point_to_the_image_too() -> None:
     views = {
         "crop": ViewConfig(count=0, transforms=[component(CROP), component(FLIPS[0])]),
@@ -126,7 +138,7 @@ def test_boxes_and_named_numbers() -> None:
     jitter = part("color_jitter", brightness=0.4, hue=0.1, p=0.5)
     transforms = [CROP, FLIPS[0], jitter, part("gaussian_blur"), part("grayscale", p=0.3)]
     views = {"main": ViewConfig(transforms=[component(one) for one in transforms])}
-    flipped, seen = [], set()
+    flipped, seen, unchanged = [], set(), 0
     for index in range(30):
         (view,), (draws,) = recorded(views, index)
         params = {name: values[0].tolist() for name, values in draws.params.items()}
@@ -139,6 +151,7 @@ def test_boxes_and_named_numbers() -> None:
         if params["horizontal_flip"] == [1.0]:
             expected = expected[:, ::-1]
         if params["color_jitter"] == [1, 1, 1, 0] and params["grayscale"] == [0]:
+            unchanged += 1
             if params["gaussian_blur"] == [0]:
                 assert np.abs(view.astype(int) - expected).max() <= 1
             else:
@@ -146,7 +159,7 @@ def test_boxes_and_named_numbers() -> None:
         flipped.append(params["horizontal_flip"][0])
         seen.add(tuple(params["color_jitter"]))
         assert draws.image_size.tolist() == [[HEIGHT, WIDTH]]
-    assert 5 < sum(flipped) < 25 and len(seen) > 8
+    assert 5 < sum(flipped) < 25 and len(seen) > 8 and unchanged > 3
 
 
 def test_the_tiles_of_a_puzzle_are_named() -> None:

@@ -11,17 +11,18 @@ import torchvision.transforms as tv
 import torchvision.transforms.functional as F
 from PIL import Image
 
-from selftask.data.transforms.crops import CenterCrop, RandomCrop, RandomResizedCrop
+from selftask.data.transforms.crops import CenterCrop, RandomCrop, RandomResizedCrop, Resize
 
 
 def test_a_box_may_fill_a_side_and_lie_anywhere_along_the_other() -> None:
-    """Squares of two thirds of the area have the length of the shorter side."""
-    transform = RandomResizedCrop(size=8, scale=(2 / 3, 2 / 3), ratio=(1.0, 1.0))
-    draws = np.random.default_rng(0)
-    tall = {transform.draw(draws, 30, 20) for _ in range(200)}
-    assert tall == {(0, top, 20, top + 20) for top in range(11)}
-    wide = {transform.draw(draws, 20, 30) for _ in range(200)}
-    assert wide == {(left, 0, left + 20, 20) for left in range(11)}
+    """Boxes of three quarters of the area, twice as wide as high or the other way round."""
+    draws, scale = np.random.default_rng(0), (0.75, 0.75)
+    wide = RandomResizedCrop(size=8, scale=scale, ratio=(2.0, 2.0))
+    boxes = {wide.draw(draws, 40, 60) for _ in range(200)}
+    assert boxes == {(0, top, 60, top + 30) for top in range(11)}
+    high = RandomResizedCrop(size=8, scale=scale, ratio=(0.5, 0.5))
+    boxes = {high.draw(draws, 60, 40) for _ in range(200)}
+    assert boxes == {(left, 0, left + 30, 60) for left in range(11)}
 
 
 @pytest.mark.parametrize("size", [(300, 20), (20, 300), (299, 22)])
@@ -30,8 +31,9 @@ def test_the_box_in_the_middle_is_torchvisions(size: tuple[int, int]) -> None:
     scale, ratio = [1.0, 1.0], [0.6, 1.25]
     top, left, h, w = tv.RandomResizedCrop.get_params(Image.new("L", size), scale, ratio)
     transform = RandomResizedCrop(size=8, scale=(1.0, 1.0), ratio=(0.6, 1.25))
-    box = transform.draw(np.random.default_rng(0), size[1], size[0])
-    assert box == (left, top, left + w, top + h)
+    draws = np.random.default_rng(0)
+    assert transform.draw(draws, size[1], size[0]) == (left, top, left + w, top + h)
+    assert draws.random() == np.random.default_rng(0).random(41)[-1], "after ten attempts"
 
 
 def test_random_crop_takes_every_position() -> None:
@@ -50,3 +52,12 @@ def test_the_middle_of_odd_differences_is_torchvisions(size: int) -> None:
     image = np.arange(44 * 60 * 3, dtype=np.uint8).reshape(44, 60, 3)
     expected = np.asarray(F.center_crop(Image.fromarray(image), [size]))
     np.testing.assert_array_equal(CenterCrop(size=size).apply(image, ()), expected)
+
+
+def test_corners_of_a_resized_image_are_those_of_the_image() -> None:
+    """The sides of 44x61 pixels do not shrink by the same factor, since results are whole."""
+    transform = Resize(size=17)
+    params = transform.draw(np.random.default_rng(0), 44, 61)
+    assert params == (44, 61, 17, 23)
+    matrix = np.array(transform.source_matrix(params, 44, 61)).reshape(2, 3)
+    np.testing.assert_allclose(matrix @ (23, 17, 1), (61, 44))

@@ -61,7 +61,12 @@ def test_jpeg_is_that_of_pillow(quality: int) -> None:
     assert np.abs(planes[..., 1] - np.asarray(Image.open(file)).astype(float)).mean() < 1
 
 
-def test_quality_is_drawn_from_the_whole_range() -> None:
+def test_strengths_are_drawn_from_the_whole_range() -> None:
     draws = np.random.default_rng(0)
+    motion = MotionBlur(length=(3, 9), p=1.0)
+    sides = {len(motion.draw(draws, 8, 8)) for _ in range(100)}
+    assert sides == {5, 7, 9, 11}, "two more than the line, or three"
+    zooms = [ZoomBlur(zoom=(1.1, 1.5), p=1.0).draw(draws, 8, 8) for _ in range(100)]
+    assert 1.1 <= min(zooms) < 1.12 and 1.48 < max(zooms) <= 1.5
     drawn = {JPEG(quality=(3, 5), p=1.0).draw(draws, 8, 8) for _ in range(60)}
     assert drawn == {3, 4, 5}

@@ -147,6 +147,18 @@ def test_elastic_moves_pixels_by_what_was_drawn() -> None:
     assert_close_inside(transform.apply(image, params), expected)
 
 
+@pytest.mark.parametrize("name", ["random_perspective", "elastic", "random_affine"])
+def test_interpolation_and_fill_are_those_of_the_config(name: str) -> None:
+    """The nearest pixel of two levels has one of them, or a third outside."""
+    image = np.where(PICTURES["waves"][..., :1] > 128, [[[200, 210, 220]]], 50).astype(np.uint8)
+    args = {"degrees": 45.0} if name == "random_affine" else {"p": 1.0}
+    transform = build(name, **args, interpolation="nearest", fill=7)
+    levels = [{50, 200 + 10 * channel, 7} for channel in range(3)]
+    assert [{*plane} for plane in transform(image, rng()).reshape(-1, 3).T.tolist()] == levels
+    smooth = build(name, **args, interpolation="bilinear", fill=7)(image, rng())
+    assert len(np.unique(smooth)) > 20
+
+
 @pytest.mark.skipif(
     torch.__version__ < "2.11", reason="torchvision 0.25 exchanges the sides of an oblong image"
 )
@@ -179,7 +191,7 @@ def test_lighting_is_that_of_fb_resnet_torch() -> None:
     shift = (vectors * alpha[None] * values[None]).sum(1)
     expected = np.clip(np.rint((image / 255 + shift) * 255), 0, 255)
     ours = transform(image, rng())
-    assert np.abs(ours - expected).max() <= 1 and (ours != image).any()
+    assert np.array_equal(ours, expected) and (ours != image).any()
     draws = rng(1)
     shifts = np.array([transform.draw(draws, 4, 4) for _ in range(20_000)]) / 255
     covariance = vectors @ np.diag((0.5 * values) ** 2) @ vectors.T

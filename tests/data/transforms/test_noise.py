@@ -61,8 +61,14 @@ def test_random_erasing_overwrites_the_drawn_rectangle() -> None:
 
 
 def test_random_erasing_of_what_is_too_small_does_nothing() -> None:
+    """Nor is a whole side erased."""
     transform = build("random_erasing", p=1.0, scale=(1.0, 1.0))
     assert transform(IMAGE, rng()) is IMAGE
+    transform = build("random_erasing", p=1.0, scale=(1 / 3, 1 / 3), ratio=(2.0, 2.0))
+    assert transform(IMAGE, rng()) is IMAGE, "40 pixels high, 20 wide"
+    transform = build("random_erasing", p=1.0, scale=(0.3, 0.3), ratio=(2.0, 2.0))
+    (hole,) = transform.draw(rng(), 40, 60)
+    assert (hole.bottom - hole.top, hole.right - hole.left) == (38, 19), "the ratio: height / width"
     for size in ((1, 1), (1, 30), (2, 2)):
         small = np.zeros((*size, 3), dtype=np.uint8)
         assert build("random_erasing", p=1.0)(small, rng()).shape == small.shape
@@ -79,6 +85,9 @@ def test_cutout_as_in_the_paper() -> None:
     expected = np.outer(rows / 40, columns / 60)
     error = np.sqrt(expected * (1 - expected) / 3000)
     assert (np.abs(covered / 3000 - expected) < 6 * error).all()
+    (hole,) = build("cutout", length=3).draw(rng(), 1000, 1000)
+    x, y = (1000 * rng().random(1 + 2))[1:].astype(int)
+    assert hole[:4] == (x - 1, y - 1, x + 2, y + 2), "the pixel and its neighbors"
     holes = build("cutout", length=6, num_holes=5, fill=[9, 8, 7]).draw(rng(), 40, 60)
     assert len(holes) == 5
     assert all(1 <= hole.right - hole.left <= 6 for hole in holes)
@@ -120,6 +129,8 @@ def test_salt_and_pepper() -> None:
     assert abs(white / black - 1) < 0.08
     assert ((out == 128).all(axis=3).mean() + white + black) == pytest.approx(1.0)
     assert np.array_equal(build("salt_and_pepper", amount=(0.0, 0.0), p=1.0)(IMAGE, rng()), IMAGE)
+    three = build("salt_and_pepper").apply(IMAGE, np.arange(3))
+    assert three[0, :4, 0].tolist() == [255, 255, 0, 128], "of an odd number more are white"
 
 
 @pytest.mark.parametrize(

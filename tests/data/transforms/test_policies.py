@@ -141,7 +141,7 @@ def test_rand_and_trivial_augment_draw_evenly() -> None:
         turned = [size for name, size in params if name == "Rotate"]
         assert abs(np.mean(np.sign(turned))) < 5 / math.sqrt(len(turned))
     assert {round(abs(size), 9) for name, size in lists[0] if name == "Rotate"} == {9.0}
-    sizes = {round(abs(size) / 4.5) for name, size in lists[1] if name == "Rotate"}
+    sizes = {round(abs(size) / 4.5, 6) for name, size in lists[1] if name == "Rotate"}
     assert sizes == set(range(31))
 
 
@@ -179,6 +179,10 @@ def test_aug_mix_draws_like_the_paper() -> None:
     assert set(depths) == {1, 2, 3}
     assert max(depths.values()) / min(depths.values()) < 1.2
     assert {len(c) for c in build("aug_mix", depth=2, num_chains=4).draw(rng, 9, 9)[1]} == {2}
+    turns = {
+        abs(size) for _, chains in params for c in chains for name, size in c if name == "Rotate"
+    }
+    assert sorted(turns) == pytest.approx([0, 30 / 9, 60 / 9]), "the first three of ten bins"
     few = [build("aug_mix", all_ops=False).draw(rng, 32, 32)[1] for _ in range(200)]
     names = {name for chains in few for chain in chains for name, _ in chain}
     assert names == set(policies.GEOMETRY) | set(policies.TABLES)

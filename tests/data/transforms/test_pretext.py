@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from selftask.config.schema import Component, ViewConfig
+from selftask.data.transforms.pipeline import Compose
 from selftask.data.transforms.pretext import drawn_permutation, drawn_rotation, permutations
 from selftask.data.views import Views
 from selftask.errors import UserError
@@ -112,6 +113,7 @@ def test_jigsaw_puts_each_tile_in_its_place(grid: int, tile: int | None) -> None
     room = cell[0] - rows, cell[1] - columns
     assert all(0 <= top <= room[0] and 0 <= left <= room[1] for top, left in corners)
     assert len(corners) == 1 if tile is None else len(corners) > 5
+    assert np.max([*corners], axis=0).tolist() == [*room], "up to the end of both sides"
     assert np.array_equal(image, before)
 
 
@@ -127,6 +129,17 @@ def test_permutations_are_different_and_always_the_same() -> None:
     assert permutations(9, 100)[:3].tolist() == permutations(9, 1000)[:3].tolist()
     # a checkpoint's labels mean the same with any version of numpy
     assert zlib.crc32(permutations(9, 100).tobytes()) == 1148271178
+
+
+def test_tiles_lie_anywhere_in_their_cells_and_the_tenth_is_in_the_first() -> None:
+    """Cells of 12 x 16 pixels."""
+    pipeline, draws = Compose([build("tile", size=10)]), rng()
+    for number, cell in enumerate((*range(9), 0)):
+        (tile,) = pipeline.for_view(number).transforms
+        boxes = {tile.draw(draws, 36, 48) for _ in range(150)}
+        left, top = cell % 3 * 16, cell // 3 * 12
+        corners = itertools.product(range(left, left + 7), range(top, top + 3))
+        assert boxes == {(x, y, x + 10, y + 10) for x, y in corners}
 
 
 def test_jigsaw_says_what_is_too_small() -> None:
