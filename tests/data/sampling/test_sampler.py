@@ -67,6 +67,8 @@ def test_seeking_is_counting(any_sampler: Sampler) -> None:
     whole = list(itertools.islice(BatchSampler(any_sampler), 40))
     for start in (0, 1, 5, 12, 13, 14, 26, 39):
         assert next(iter(BatchSampler(any_sampler, start=start))) == whole[start]
+        part = BatchSampler(any_sampler, rank=1, world_size=3, start=start)
+        assert next(iter(part)) == whole[start][4:8]
 
 
 @every_sampler
@@ -271,11 +273,12 @@ def test_batches_of_too_many_classes() -> None:
 
 
 def test_a_class_gets_its_share_of_few_samples() -> None:
-    """19 : 11 of 30 images are 1.9 : 1.1 of 3."""
-    labels = np.repeat([0, 1], [19, 11])
+    """11 : 19 of 30 images are 1.1 : 1.9 of 3."""
     cls = SAMPLERS["power_law"]
-    sampler = cls(cls.Config(power=1.0, samples=3), Pool(30, 3, 0, labels))
-    assert np.bincount(labels[sampler.order(0).at(np.arange(3))]).tolist() == [2, 1]
+    for sizes, expected in (([11, 19], [1, 2]), ([19, 11], [2, 1])):
+        labels = np.repeat([0, 1], sizes)
+        sampler = cls(cls.Config(power=1.0, samples=3), Pool(30, 3, 0, labels))
+        assert np.bincount(labels[sampler.order(0).at(np.arange(3))]).tolist() == expected
 
 
 def test_images_that_come_again_in_an_epoch_come_in_another_order() -> None:
@@ -308,6 +311,7 @@ def test_weighted_draws_follow_the_weights(tmp_path: Path) -> None:
     weights = np.array([0.0, 1, 2, 0, 5, 2, 0])
     np.savetxt(tmp_path / "w.txt", weights)
     sampler = make("weighted", 7, 4, weights=str(tmp_path / "w.txt"), samples=20_000)
+    assert sampler.num_samples == 20_000
     draws = sampler.order(0).at(np.arange(20_000))
     counts = np.bincount(draws, minlength=7)
     assert counts[weights == 0].sum() == 0
@@ -345,8 +349,12 @@ def test_debugging_samplers() -> None:
     assert first.num_samples == 16
     assert sorted(first.order(3).at(np.arange(16))) == list(range(16))
     assert "the first 16 of 100 images" in first.describe()
-    with pytest.raises(UserError, match="the first 200 images are more than the 100"):
-        make("first", 100, 16, count=200)
+    with pytest.raises(UserError, match="the first 101 images are more than the 100"):
+        make("first", 100, 16, count=101)
+    few, enough = (SAMPLERS["first"].Config(count=count) for count in (15, 16))
+    (problem,) = few.problems({"train": {"batch_size": 16}})
+    assert problem.startswith("count: 15 images fill no batch")
+    assert not [*enough.problems({"train": {"batch_size": 16}})]
 
 
 @pytest.mark.parametrize("name", ["stratified", "balanced", "power_law", "few_classes"])
