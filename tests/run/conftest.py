@@ -35,6 +35,9 @@ class Trouble(Hook):
         if task.steps_done == self.step and self.kind == "full":
             (task.out / "errors").write_text("no folder: nothing can be written into it")
             raise OSError(errno.ENOSPC, "No space left on device")
+        if task.steps_done == self.step and self.kind == "unreachable":
+            task.out.rename(task.out.with_name("elsewhere"))
+            task.out.symlink_to(task.out)  # every call fails, as if the file server were gone
 '''
 
 

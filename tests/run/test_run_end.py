@@ -175,6 +175,17 @@ def test_a_full_disk_is_told_where_it_cannot_be_written_down(
     )
 
 
+def test_a_folder_that_cannot_be_reached_any_more(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run has failed, with exit code 1: nothing in its config is wrong."""
+    assert train(folder, "import=[trouble]", "hooks.trouble={kind: unreachable}") == 1
+    assert re.fullmatch(
+        r"RUN FAILED at step 2 on rank 0: OSError: .*symbolic links: '\S*/run/\S+'",
+        last_line(capsys),
+    )
+
+
 def test_a_bug_is_told_in_full(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("import=[trouble]", "hooks.trouble={kind: raise}")
     assert train(folder, *more) == 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import suppress
 from typing import Any
 
 from selftask.config.schema import Config
 from selftask.distributed.local_process import is_running
 from selftask.distributed.world import read_world
+from selftask.errors import UserError
 from selftask.logs import read_json, write_json
 
 
@@ -34,19 +36,25 @@ class Status:
         """Return the content, or an empty dict if the file is missing or damaged."""
         return read_json(self.path)
 
+    def _read_if_possible(self) -> dict[str, Any]:
+        """Read the status; a failing file system must not hide how the run ended."""
+        with suppress(OSError, UserError):
+            return self.read()
+        return {}
+
     def failed_by_another(self) -> bool:
         """Return True if a rank has already recorded the failure of this attempt.
 
         Older records are of an earlier run in the same SLURM job. Always False if the attempt has
         no identifier (``World.attempt``).
         """
-        status, attempt = self.read(), read_world().attempt
+        status, attempt = self._read_if_possible(), read_world().attempt
         is_failed = status.get("attempt") == attempt and status.get("state") == "failed"
         return bool(attempt and is_failed and status.get("updated", 0.0) >= self.started)
 
     def is_replaced(self) -> bool:
         """Return True if another run has begun in the folder since this one wrote the status."""
-        content = self.read()
+        content = self._read_if_possible()
         return self._is_written and bool(content) and not content.items() >= self._process.items()
 
     def close_lost(self) -> str | None:
