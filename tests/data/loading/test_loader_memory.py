@@ -7,6 +7,7 @@ import gc
 import mmap
 import multiprocessing
 import os
+import resource
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,6 +201,16 @@ def test_no_memory_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     ) as caught:
         read(batches, 1)
     assert "Traceback" not in str(caught.value)
+
+
+def test_a_limit_of_file_sizes_is_named() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 37, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"File too large; .*ulimit -f.*data\.num_workers=0$"):
+            SlotPool().map(2, 64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 class Sizes(Numbers):

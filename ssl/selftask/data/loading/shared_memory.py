@@ -14,6 +14,7 @@ it.
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import math
@@ -53,9 +54,12 @@ class SlotPool:
             try:
                 mapped = self._mapped[slot] = self._map(slot, 1 << (size - 1).bit_length())
             except OSError as error:
+                advice = "use fewer data.num_workers or smaller batches"
+                if error.errno == errno.EFBIG:  # slots far apart exceed it, however small they are
+                    advice = "set no limit of file sizes (ulimit -f), or data.num_workers=0"
                 raise UserError(
                     f"data: no memory to share a batch of {size / 2**20:.0f} MiB: "
-                    f"{error.strerror}; use fewer data.num_workers or smaller batches"
+                    f"{error.strerror}; {advice}"
                 ) from error
         return mapped
 
