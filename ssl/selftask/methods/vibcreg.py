@@ -118,11 +118,8 @@ class IterNorm(nn.Module):
     running_mean: Tensor
     running_whitening: Tensor
 
-    def forward(self, features: Tensor) -> Tensor:
-        return self._forward(features)
-
     @in_full_precision
-    def _forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         groups, _, width = self.running_mean.shape
         x = features.view(-1, groups, width).transpose(0, 1)  # (G, N, D / G)
         if self.training:
