@@ -49,14 +49,16 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
     def prepare(self, param_groups: list[dict[str, Any]]) -> None:
         check_takes(self.build, ["groups"], "an optimizer's build")
         self.optimizer = self.build(param_groups)
-        subject = f"{source_of(self.build)}: an optimizer's build returned"
+        wrong = None
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise UserError(f"{subject} {self.optimizer!r:.80}, not a torch.optim.Optimizer")
-        if (made := len(self.optimizer.param_groups)) != len(param_groups):
-            raise UserError(
-                f"{subject} one with {made} parameter groups instead of the {len(param_groups)} of "
-                "its argument, which have their own learning rates and weight decays; pass `groups`"
+            wrong = f"{self.optimizer!r:.80}, not a torch.optim.Optimizer"
+        elif (made := len(self.optimizer.param_groups)) != len(param_groups):
+            wrong = (
+                f"one with {made} parameter groups instead of the {len(param_groups)} of its "
+                "argument, which have their own learning rates and weight decays; pass `groups`"
             )
+        if wrong is not None:
+            raise UserError(f"{source_of(self.build)}: an optimizer's build returned {wrong}")
         self._list_moving()
 
     def _list_moving(self) -> None:

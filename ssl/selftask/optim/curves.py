@@ -44,12 +44,16 @@ def checked(function: Any, origin: Callable[..., Any]) -> Any:
     Raises:
         UserError: If it is not a function, or its value at 0 is not a number.
     """
-    subject = f"{source_of(origin)}: the curve of a schedule returned"
-    expected = "expected a function of progress in [0, 1) that returns a number"
+    wrong = None
     if not callable(function):
-        raise UserError(f"{subject} {function!r:.80}; {expected}")
-    if not isinstance(value := function(0.0), SupportsFloat):
-        raise UserError(f"{subject} a function with the value {value!r:.80} at 0; {expected}")
+        wrong = f"{function!r:.80}"
+    elif not isinstance(value := function(0.0), SupportsFloat):
+        wrong = f"a function with the value {value!r:.80} at 0"
+    if wrong is not None:
+        raise UserError(
+            f"{source_of(origin)}: the curve of a schedule returned {wrong}; expected a function "
+            "of progress in [0, 1) that returns a number"
+        )
     return function
 
 

@@ -138,19 +138,19 @@ class BatchSampler:
 
     def _indices(self, order: EpochOrder, positions: np.ndarray) -> np.ndarray:
         """Return the indices at some positions; raise UserError unless they are those of images."""
-        subject = f"{source_of(self.sampler.order)}: a sampler's order returned"
+        wrong = None
         if not hasattr(order, "at"):
-            raise UserError(
-                f"{subject} a {type(order).__name__}, not an object with a method at(positions), "
-                "such as FlatOrder(indices.__getitem__)"
+            wrong = (
+                f"a {type(order).__name__}, not an object with a method at(positions), such as "
+                "FlatOrder(indices.__getitem__)"
             )
-        indices = order.at(positions)
-        for index in (indices.min(), indices.max()):
-            if not 0 <= index < self.sampler.pool.num_images:
-                raise UserError(
-                    f"{subject} index {index}; the images are 0 to "
-                    f"{self.sampler.pool.num_images - 1}"
-                )
+        else:
+            indices, count = order.at(positions), self.sampler.pool.num_images
+            for index in (indices.min(), indices.max()):
+                if not 0 <= index < count:
+                    wrong = f"index {index}; the images are 0 to {count - 1}"
+        if wrong is not None:
+            raise UserError(f"{source_of(self.sampler.order)}: a sampler's order returned {wrong}")
         return indices
 
     def _keys(
