@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import signal
@@ -16,7 +17,7 @@ import pytest
 import tiny
 from selftask.api.evaluation import evaluate
 from selftask.api.trainer import Trainer
-from selftask.cli.main import guarded
+from selftask.cli.main import guarded, main
 from selftask.distributed.world import STOP_SIGNALS
 from selftask.errors import UserError
 from selftask.hooks.stopping.preemption import StopOnSignal
@@ -62,6 +63,15 @@ def test_closed_streams_are_opened_again(tmp_path: Path) -> None:
     number, read = (tmp_path / "said").read_text().split()
     assert int(number) > 2
     assert read == "''"
+
+
+def test_what_the_locale_cannot_print_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with LANG=en_US.ISO-8859-1; a run printed nothing more, other commands failed."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    assert main(["config", "simclr/digits", "out=\u732b\u00e9"]) == 0
+    sys.stdout.flush()
+    assert b"\nout: \\u732b\xe9" in written.getvalue()
 
 
 def test_a_script_without_standard_streams_trains_and_evaluates(

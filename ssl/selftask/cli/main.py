@@ -6,6 +6,7 @@ No expensive module is imported here, so that ``selftask --help`` is fast.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
 import sys
@@ -88,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: The name of the command and its words; None: ``sys.argv``.
     """
     _open_missing_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: a locale may lack characters
+        sys.stdout.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
