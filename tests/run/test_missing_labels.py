@@ -29,6 +29,26 @@ def test_evaluations_without_labels_are_told(folder: Path, without: str) -> None
     assert "knn_top1" not in text
 
 
+@pytest.mark.parametrize("some", ["data", "data.val"])
+def test_images_of_which_some_have_labels_are_refused_before_training(
+    tmp_path: Path, some: str
+) -> None:
+    """With eval.start, they were refused after hours."""
+    images, labels = np.zeros((40, 8, 8, 3), dtype=np.uint8), np.arange(40) % 4
+    np.savez(tmp_path / "all.npz", images=images, labels=labels)
+    np.savez(tmp_path / "some.npz", images=images, labels=labels - 1)
+    files = dict.fromkeys(("data", "data.val"), tmp_path / "all.npz")
+    files[some] = tmp_path / "some.npz"
+    words = [f"{key}={path}" for key, path in files.items()]
+    config = load_config("simclr/digits", [*words, "eval.start=50%"])
+    kind = {"data": "training", "data.val": "test"}[some]
+    message = f"10 of 40 {kind} images have no label, and knn needs one for each image"
+    with pytest.raises(UserError, match=message):
+        check_evaluations(config, open_data(config.data))
+    free = load_config("simclr/digits", [*words, "eval.evaluations={knn: null, spectrum: {}}"])
+    check_evaluations(free, open_data(free.data))
+
+
 def test_no_evaluations_without_validation_images() -> None:
     for more, expected in ([], True), (["data.val=null"], False):
         config = load_config("simclr/digits", more)

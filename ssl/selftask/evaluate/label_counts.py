@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Generator, Tensor
 
+from selftask.config.checks.requirements import label_free
 from selftask.config.fields import setting
 from selftask.config.schema import Component
 from selftask.data.labels import split_problems
@@ -31,6 +32,7 @@ class LabelCounts:
     test: np.ndarray  # (C,)
     names: Sequence[str] | None = None  # class names; None: numbers
     leave_one_out: bool = False  # each image is compared with all others
+    unlabeled: tuple[int, int] = (0, 0)  # images of either set without a label
 
     @classmethod
     def of_sources(cls, sources: Sources) -> LabelCounts | None:
@@ -60,9 +62,10 @@ class LabelCounts:
             leave_one_out: Whether each image is compared with all other images of one set.
         """
         labels = [np.asarray(part)[np.asarray(part) >= 0] for part in (train, test)]
+        unlabeled = len(train) - len(labels[0]), len(test) - len(labels[1])
         size = 1 + max(int(part.max(initial=-1)) for part in labels)
         counts = [np.bincount(part, minlength=size) for part in labels]
-        return cls(counts[0], counts[1], names, leave_one_out)
+        return cls(counts[0], counts[1], names, leave_one_out, unlabeled)
 
     @property
     def classes(self) -> np.ndarray:
@@ -115,6 +118,15 @@ class LabelCounts:
 def check_label_counts(evaluations: Mapping[str, Component], counts: LabelCounts) -> None:
     """Raise ConfigError unless the labels are meaningful and sufficient for every evaluation."""
     problems = list(split_problems(counts.names))
+    if learning := evaluations.keys() - label_free(evaluations).keys():
+        sets = zip(("training", "test"), counts.unlabeled, (counts.train, counts.test), strict=True)
+        problems += [
+            f"{missing} of {missing + labeled.sum()} {images} images have no label, and "
+            f"{', '.join(sorted(learning))} needs one for each image; without evaluations during "
+            "training: eval.evaluations.NAME=null"
+            for images, missing, labeled in sets
+            if missing and labeled.any()
+        ]
     for key, component in evaluations.items():
         evaluation = EVALUATIONS[component.name](**component.args)
         if hasattr(evaluation, "label_problems"):
