@@ -71,6 +71,10 @@ def message_of(error: BaseException) -> str:
 
 
 _GRADIENT_ADVICE = {  # part of torch's message -> advice
+    "has been modified by an inplace operation": (
+        "a tensor that the backward pass needs was changed in place (x += y, x[i] = y, x.mul_(y)); "
+        "write x = x + y, or change a copy, x.clone()"
+    ),
     "backward through the graph a second time": (
         "a result of an earlier step was kept with its graph; keep x.detach()"
     ),

@@ -242,6 +242,17 @@ def test_a_loss_without_gradient_has_advice() -> None:
     assert message.startswith("the loss has no gradient; compute it from the output")
 
 
+def test_a_change_in_place_has_advice() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    outputs = weight.exp()
+    loss = outputs.square().sum()
+    outputs *= 2
+    with pytest.raises(RuntimeError) as raised:
+        loss.backward()
+    message = _describe(raised.value)["message"]
+    assert message.startswith("a tensor that the backward pass needs was changed in place")
+
+
 def test_a_killed_rank_is_named(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, output = check(capsys, "pull", "import=[mine]", "method.dies=true", "--ranks", "1,2")
     assert code == 1
