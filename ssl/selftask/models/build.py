@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.config.checks import grid, requirements
-from selftask.config.extensions.user_code import module_initialized
+from selftask.config.extensions.user_code import module_initialized, source_of
 from selftask.config.library_names import LIBRARIES
 from selftask.config.schema import Component, Config
 from selftask.errors import ConfigError, UserError
@@ -110,6 +110,11 @@ def build_on_meta(component: Component, channels: int) -> nn.Module | None:
 
 def check_offers(backbone: nn.Module, config: Config) -> None:
     """Raise ConfigError or UserError if the method cannot train a built backbone."""
+    if hasattr(backbone, "offers") and not hasattr(backbone, "extract"):
+        raise UserError(
+            f"{source_of(type(backbone))}: {type(backbone).__name__} has an attribute `offers` and "
+            "no method extract(images, **options) (docs/methods.md)"
+        )
     if problems := list(requirements.of_backbone(config, offers(backbone))):
         raise ConfigError(problems)
     METHODS[config.method.name].check_backbone(backbone)
