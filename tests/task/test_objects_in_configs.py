@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -16,6 +17,7 @@ from selftask.api.objects import overrides
 from selftask.api.trainer import Trainer
 from selftask.api.training import Run
 from selftask.config.extensions.imports import import_object
+from selftask.errors import UserError
 
 
 class Gray:
@@ -94,3 +96,8 @@ def test_numbers_of_numpy_and_lists_of_images(forget_names: None) -> None:
     images = [np.zeros((8, 8, 3), np.uint8)] * 2
     overrides({"data": images})
     assert import_object("selftask.api.objects:data_list", "data.dataset")() is images
+
+
+def test_objects_of_another_session_are_told() -> None:
+    with pytest.raises(UserError, match="backbone_Net was an object of another Python session"):
+        import_object("selftask.api.objects:backbone_Net", "backbone.model")

@@ -73,6 +73,9 @@ def import_entry_points() -> None:
         raise ConfigError(problems)
 
 
+OBJECTS = "selftask.api.objects"  # the module in which configs find objects given in Python
+
+
 def import_object(address: str, key: str) -> Any:
     """Import and return ``package.module:name``; add the current folder to ``sys.path``.
 
@@ -92,6 +95,11 @@ def import_object(address: str, key: str) -> Any:
         raise UserError(problem)
     loaded = sys.modules[module]
     if not hasattr(loaded, name):
+        if module == OBJECTS:
+            raise UserError(
+                f"{key}: {name} was an object of another Python session, and only its name was "
+                "saved; give it again in Python (a backbone's weights are in export/backbone.pt)"
+            )
         names = [word for word in vars(loaded) if not word.startswith("_")]
         raise UserError(f"{key}: {module} has no {name!r}; {nearest(name, names)}")
     return getattr(loaded, name)
