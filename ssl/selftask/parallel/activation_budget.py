@@ -39,12 +39,13 @@ class ActivationBudget:
 
     def __init__(self, blocks: Sequence[nn.Module], budget: Budget) -> None:
         self._blocks, self._budget = blocks, budget
+        self._numbers = {block: number for number, block in enumerate(blocks)}
         self._stored = [0] * len(blocks)  # bytes kept by each block if it is not recomputed
         self._recomputed = [0] * len(blocks)  # bytes kept by each block if it is recomputed
         self.is_open = bool(blocks)
         checkpoint_blocks(blocks)
-        for number, block in enumerate(blocks):
-            meter_with(block, _Meter(self, number))
+        for block in blocks:
+            meter_with(block, self)
 
     def finalize(self) -> None:
         """Choose the blocks after the first backward pass; later calls do nothing.
@@ -77,16 +78,35 @@ class ActivationBudget:
             "" if kept <= limit else ": less is not possible",
         )
 
-    def add(self, number: int, stored: int, recomputed: int) -> None:
-        """Count one pass through a block.
+    def measure(self, block: nn.Module, run: Callable[[], Any], arguments: Iterable[Any]) -> None:
+        """Run a block once, and count the memory that it keeps for its backward pass.
+
+        Random states and running statistics are restored.
 
         Args:
-            number: Index of the block.
-            stored: Bytes that the pass keeps if the block is not recomputed.
-            recomputed: Bytes that the pass keeps if the block is recomputed.
+            block: The block.
+            run: Its forward pass.
+            arguments: Arguments of the pass, which a block that is recomputed keeps.
         """
-        self._stored[number] += stored
-        self._recomputed[number] += recomputed
+        of_block = {_place(tensor) for tensor in (*block.parameters(), *block.buffers())}
+        saved: dict[int, int] = {}
+
+        def see(tensor: Tensor) -> Tensor:
+            saved[_place(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        inputs = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
+        with (
+            forked_rng(),
+            keeping_statistics(block),
+            torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor),
+        ):
+            output = run()  # keeps memory addresses unique while it is alive
+        del output
+        entering = {_place(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}
+        kept = [size for address, size in saved.items() if address not in of_block]
+        self._stored[self._numbers[block]] += sum(kept)
+        self._recomputed[self._numbers[block]] += sum(entering.values())
 
     def close(self) -> None:
         """Stop measuring once the backward pass begins, since later batches reuse its memory."""
@@ -118,40 +138,6 @@ def choose(stored: Sequence[int], recomputed: Sequence[int], limit: int) -> set[
         chosen.add(number)
         kept -= saving[number]
     return chosen
-
-
-class _Meter:
-    """Measurement of the memory that one block keeps for its backward pass."""
-
-    def __init__(self, budget: ActivationBudget, number: int) -> None:
-        self._budget, self._number = budget, number
-
-    def measure(self, block: nn.Module, run: Callable[[], Any], arguments: Iterable[Any]) -> None:
-        """Run once and measure the kept memory; restore random states and running statistics."""
-        of_block = {_place(tensor) for tensor in (*block.parameters(), *block.buffers())}
-        saved: dict[int, int] = {}
-
-        def see(tensor: Tensor) -> Tensor:
-            saved[_place(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        inputs = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
-        with (
-            forked_rng(),
-            keeping_statistics(block),
-            torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor),
-        ):
-            output = run()  # keeps memory addresses unique while it is alive
-        del output
-        entering = {_place(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}
-        self._budget.add(
-            self._number,
-            sum(size for address, size in saved.items() if address not in of_block),
-            sum(entering.values()),
-        )
-
-    def close(self) -> None:
-        self._budget.close()
 
 
 def _place(tensor: Tensor) -> int:
