@@ -134,8 +134,10 @@ def test_a_large_table_is_read_once(
     with monkeypatch.context() as patch:
         patch.setattr("selftask.data.sources.tables._read", None)
         check(build("table", path=str(file)), pixels[:2], [1, 0])
-        with pytest.raises(TypeError):
-            build("table", path=str(file), label_column=None)  # another question
+        others = [("label_column", None), ("column", "label"), ("delimiter", ";")]
+        for key, value in [*others, ("root", str(tmp_path / "a"))]:  # other questions
+            with pytest.raises(TypeError):
+                build("table", path=str(file), **{key: value})
     file.write_text("path,label\na/1.png,0\na/0.png,1\n")
     os.utime(file, (2, 2))
     check(build("table", path=str(file)), [pixels[1], pixels[0]], [0, 1])

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import check_data, open_data
-from selftask.errors import ConfigError, UserError
+from selftask.errors import BadImage, ConfigError, UserError
 
 
 def opened(*words: str) -> tuple[Any, Any]:
@@ -60,6 +60,10 @@ def test_concat_is_one_index_space(tmp_path: Path) -> None:
         image, label = source[index]
         assert np.array_equal(image, alone[number][row][0])
         assert label == alone[number][row][1] == source.labels[index]
+
+    bad = BadImage("third", "torn")
+    source.sources[1].unreadable = lambda: {3: bad}
+    assert source.unreadable() == dict.fromkeys((51, 71, 91), bad), "each time it is shown"
 
     sampler = check_data(config, source)
     order = sampler.order(0).at(np.arange(sampler.num_samples))

@@ -133,6 +133,8 @@ def test_parts_outside_are_left_out_and_an_empty_rest_is_unreadable(
     [
         ({"x1": 2}, {}, r"data\.box: .*regions\.csv:3: \(2, 1, 2, 5\) is no rectangle; left, top"),
         ({"y1": "nan"}, {}, r"data\.box: .*regions\.csv:3: \(2, 1, 6, nan\) is no rectangle"),
+        ({"y1": 1}, {}, r"data\.box: .*regions\.csv:3: \(2, 1, 6, 1\) is no rectangle"),
+        ({"x1": "inf"}, {}, r"data\.box: .*regions\.csv:3: \(2, 1, inf, 5\) is no rectangle"),
         ({"y0": "top"}, {}, r"data\.box: .*regions\.csv:3: y0 is 'top', no number"),
         ({}, {"box": ["x0", "y0"]}, r"data\.box=.*: four columns are expected: left, top, right"),
         ({}, {"box": [*SIDES[:3], "y2"]}, r"data\.box: .* no column 'y2'; known: .*x0"),

@@ -12,7 +12,7 @@ from selftask.config.load import load_config, to_yaml
 from selftask.data.loading.open_data import open_data
 from selftask.data.source import Source
 from selftask.data.subset import Subset, subset_of
-from selftask.errors import ConfigError, UserError
+from selftask.errors import BadImage, ConfigError, UserError
 from selftask.registry import SOURCES
 
 
@@ -32,6 +32,7 @@ def rows(source: Source, value: Any) -> np.ndarray:
 def test_sizes_order_and_images(digits: Source) -> None:
     assert subset_of(digits, None) is digits
     assert len(rows(digits, 0.1)) == 135
+    assert len(rows(digits, 1e-4)) == 1, "none would be no subset"
     assert len(rows(digits, 100)) == 100
     assert rows(digits, 1.0).tolist() == list(range(1347))
     chosen = rows(digits, 100)
@@ -45,6 +46,43 @@ def test_sizes_order_and_images(digits: Source) -> None:
     assert subset.describe() == (
         "100 of 1347 images of 8x8, 10 classes (handwritten digits, train) (subset: 100, seed 0)"
     )
+
+
+class Named(Source):
+    """Six images of the classes b and c, two without a label, the last two unreadable."""
+
+    def __init__(self) -> None:
+        self.labels = np.array([0, 1, -1, 0, 1, -1])
+        self._classes = ["b", "c"]
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return np.zeros((2, 2, 3), np.uint8), self.label_of(index)
+
+    def path(self, index: int) -> str:
+        return f"named {index}"
+
+    def describe(self) -> str:
+        return "named"
+
+    def unreadable(self) -> dict[int, BadImage]:
+        return {index: BadImage(self.path(index), "torn") for index in (4, 5)}
+
+
+def test_new_numbers_and_unreadable_images_are_those_of_the_subset() -> None:
+    for part in ({"part": 0, "of": 2}, {"part": 1, "of": 2}):
+        subset = subset_of(Named(), part)
+        assert isinstance(subset, Subset)
+        chosen = subset.rows.tolist()
+        assert {i: chosen[i] for i in subset.unreadable()} == {
+            i: row for i, row in enumerate(chosen) if row in (4, 5)
+        }
+        subset.renumber(np.array([1, 3]), ["a", "b", "bc", "c"])
+        expected = [[1, 3, -1, 1, 3, -1][row] for row in chosen]
+        assert [subset[index][1] for index in range(3)] == subset.labels.tolist() == expected
+        assert (subset.num_classes, subset.class_names()) == (4, ["a", "b", "bc", "c"])
 
 
 def test_the_same_for_ever(digits: Source) -> None:
