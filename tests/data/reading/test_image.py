@@ -70,14 +70,28 @@ def test_orientation_behind_long_blocks_is_undone(picture: Image.Image) -> None:
     assert np.array_equal(decode_image(data[:2] + 2 * block + data[2:], "long.jpg"), expected)
 
 
+def test_orientation_is_that_of_xmp_and_of_opened_images_too(picture: Image.Image) -> None:
+    """Some editors write no EXIF; items of data sets are often opened images."""
+    file, exif = io.BytesIO(), Image.Exif()
+    xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    picture.save(file, "JPEG", xmp=xmp, quality=95, subsampling=0)
+    with Image.open(file) as opened:
+        expected = np.rot90(np.asarray(opened), -1)
+        assert np.array_equal(as_pixels(opened), expected)
+    assert np.array_equal(decode_image(file.getvalue(), "xmp.jpg"), expected)
+    exif[0x0112] = 6
+    picture.save(file := io.BytesIO(), "PNG", exif=exif)
+    assert np.array_equal(as_pixels(Image.open(file)), np.rot90(np.asarray(picture), -1))
+
+
 def test_16_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
-    deep = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
+    deep = np.array([[0, 257, 400, 32896, 65535]], dtype=np.uint16)
     for suffix in ("png", "tif", "pgm"):
         path = tmp_path / f"deep.{suffix}"
         Image.fromarray(deep).save(path)
         image = read_image(str(path))
-        assert image.shape == (1, 4, 3)
-        assert image[0, :, 0].tolist() == [0, 1, 128, 255], suffix
+        assert image.shape == (1, 5, 3)
+        assert image[0, :, 0].tolist() == [0, 1, 2, 128, 255], suffix
 
 
 @pytest.mark.parametrize(
@@ -94,6 +108,14 @@ def test_gray_modes_keep_their_values(picture: Image.Image) -> None:
     gray = picture.convert("L")
     for mode in ("LA", "F"):
         assert np.array_equal(to_rgb(gray.convert(mode))[..., 1], np.asarray(gray))
+    shares = Image.fromarray(np.asarray(gray, dtype=np.float32) / np.float32(np.max(gray)))
+    expected = np.rint(np.asarray(gray) * (255 / np.max(gray)))
+    assert np.abs(to_rgb(shares)[..., 1] - expected).max() <= 1, "floats of at most 1"
+    for mode, through in (("La", "LA"), ("RGBa", "RGBA")):  # premultiplied by alpha
+        opaque = picture.convert(through)
+        opaque.putalpha(128)
+        colors = np.asarray(opaque.convert("RGB")).astype(int)
+        assert np.abs(to_rgb(opaque.convert(mode)) - colors).max() <= 2, mode
 
 
 def test_palette_with_transparency(tmp_path: Path) -> None:
@@ -175,6 +197,14 @@ def test_arrays_of_any_layout() -> None:
     assert np.array_equal((from_array(channels_last.astype(np.uint16) * 257)), channels_last)
     assert np.array_equal(from_array(channels_last.astype(np.int64)), channels_last)
     assert np.array_equal(from_array(channels_last.astype(np.int32) * 257), channels_last)
+    five = np.arange(100, dtype=np.uint8).reshape(5, 4, 5)  # as many rows as channels
+    assert np.array_equal(from_array(five, 5), five)
+    four = np.concatenate([channels_last, channels_last[..., :1]], axis=2)
+    assert np.array_equal(from_array(four.transpose(2, 0, 1)), channels_last)
+    odd = np.array([[np.nan, np.inf, -np.inf, 0.5, 1.0]])
+    assert from_array(odd)[0, :, 0].tolist() == [0, 0, 0, 128, 255]
+    assert from_array(np.array([[-1.0, 0.0, 1.0]]))[0, :, 0].tolist() == [0, 128, 255]
+    assert from_array(np.array([[-10, 41, 245]]))[0, :, 0].tolist() == [0, 51, 255]
     dark = channels_last.astype(np.uint16)  # 16 bits stay 16 bits, whatever is in them
     assert from_array(dark).max() <= 1
     gray = channels_last[..., :1]
@@ -213,7 +243,7 @@ def progressive(num_scans: int) -> bytes:
     content = buffer.getvalue()
     last, end = content.rindex(b"\xff\xda"), content.rindex(b"\xff\xd9")
     more = content[last:end] * (num_scans - content.count(b"\xff\xda"))
-    return content[:end] + more + content[end:] + b"\xff\xda" * 200
+    return content[:end] + more + content[end:] + b"\0\2" + b"\xff\xda\0\2" * 200
 
 
 @pytest.mark.parametrize("comment", [b"", b"\xff\xda\xff\xd9" * 200])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from selftask.data.reading.files import POLICY
 from selftask.data.source import Source, Wrapped
 from selftask.data.staging.staged_source import copied
 from selftask.errors import BadImage, UserError
@@ -25,6 +26,23 @@ def build(**args: Any) -> Source:
     cls = SOURCES["bands"]
     source: Source = cls(cls.Config(**args))
     return source
+
+
+def test_what_is_infinite_too_large_or_of_more_channels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.array([-np.inf, np.nan, 2.0, 5.0, np.inf], np.float32)
+    np.save(tmp_path / "0.npy", np.tile(values[:, None, None], (1, 6, 3)))
+    np.save(tmp_path / "1.npy", np.zeros((5, 6, 4), np.float32))
+    source = build(path=str(tmp_path), value_range=[0, 8])
+    assert source[0][0][:, 0, 0].tolist() == [0, 0, 64, 159, 255]
+    with pytest.raises(BadImage, match=r"it has 4 channels, and the first file 3; data\.bands"):
+        source[1]
+    monkeypatch.setattr(POLICY, "max_pixels", 30)
+    assert source[0][0].shape == (5, 6, 3)
+    monkeypatch.setattr(POLICY, "max_pixels", 29)
+    with pytest.raises(BadImage, match=r"6x5 pixels, more than data\.max_pixels=29"):
+        source[0]
 
 
 @pytest.fixture
