@@ -6,22 +6,25 @@ import json
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numbered import Numbers, assert_same, dataset, read
+from numbered import CROP, Numbers, assert_same, dataset, read
 from PIL import Image
 
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.loading.bad_files import BadFiles
-from selftask.data.loading.dataset import EvalDataset, ViewDataset
+from selftask.data.loading.dataset import EvalDataset, ViewDataset, replacement
+from selftask.data.loading.dataset import read as read_one
 from selftask.data.loading.loader import Batches
 from selftask.data.open_source import open_source
 from selftask.data.sources.dataset_objects import DatasetSource
 from selftask.data.transforms.pipeline import Compose
 from selftask.data.views import Views
 from selftask.errors import BadImage, UserError
+from selftask.registry import TRANSFORMS
 
 ODD_IMAGES = Path(__file__).parents[4] / "shared" / "data" / "odd_images"
 
@@ -54,6 +57,60 @@ def test_replacements_are_their_own_draws() -> None:
     assert sample.index == again.index != 3
     assert sample.index != data[1, 3].index or sample.index != data[2, 3].index
     assert [error.path for error in sample.bad] == ["images/3"]
+    for place in range(4):  # seed, epoch, index, attempt
+        numbers = [[value if i == place else 1 for i in range(4)] for value in range(20)]
+        assert len({replacement(*each, 1000) for each in numbers}) > 15, "others for each"
+
+
+def test_a_batch_with_one_sample_too_few_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selftask.data.loading.dataset.MAX_REPLACEMENTS", 0)
+    with pytest.raises(UserError, match=r"no readable image was found.*images/3: broken"):
+        read(Batches(dataset(Numbers(10, bad=(3,))), batch_size=10, seed=0), 1)
+
+
+class Ramps(Numbers):
+    """The same image, without any symmetry, at each index."""
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        _, label = super().__getitem__(index)
+        return np.arange(243, dtype=np.uint8).reshape(9, 9, 3), label
+
+
+def test_a_replacement_has_the_draws_of_the_image_it_replaces() -> None:
+    data = dataset(Ramps(60, bad=(3,)), seed=5)
+    sample = data[4, 3]
+    assert sample.index != 3
+    expected = data.views(data.source[0][0], 5, 4, 3)
+    assert np.array_equal(sample.views, expected)
+    assert not np.array_equal(data[4, sample.index].views, expected)
+
+
+def test_random_evaluation_views_depend_on_seed_and_image_only() -> None:
+    pipeline = Compose([TRANSFORMS[CROP.name](**CROP.args)])
+
+    def view(seed: int, epoch: int, index: int) -> list[int]:
+        (made,) = EvalDataset(Ramps(9), pipeline, seed)[epoch, index].views  # type: ignore[arg-type]
+        return made.ravel().tolist()
+
+    assert view(0, 0, 1) == view(0, 7, 1)
+    assert view(0, 0, 1) != view(1, 0, 1)
+    assert view(0, 0, 1) != view(0, 0, 2)
+
+
+def test_a_damaged_image_between_two_failures_of_the_disk_shows_that_it_answers() -> None:
+    failed, damaged = (BadImage("x", "why", storage_failed=storage) for storage in (True, False))
+    errors = iter([*[failed] * 4, damaged, *[failed] * 5])
+
+    class Failing(Numbers):
+        def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+            raise next(errors)
+
+    source: Any = Failing(1)
+    for _ in range(9):
+        with pytest.raises(BadImage):
+            read_one(source, 0)
+    with pytest.raises(UserError, match="the last 5 reads failed"):
+        read_one(source, 0)
 
 
 def test_too_many_bad_files_stop_the_run(tmp_path: Path) -> None:
