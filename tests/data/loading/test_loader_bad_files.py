@@ -18,7 +18,7 @@ from selftask.config.schema import Component, ViewConfig
 from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.dataset import EvalDataset, ViewDataset, replacement
 from selftask.data.loading.dataset import read as read_one
-from selftask.data.loading.loader import Batches
+from selftask.data.loading.loader import Batches, EvalBatches
 from selftask.data.open_source import open_source
 from selftask.data.sources.dataset_objects import DatasetSource
 from selftask.data.transforms.pipeline import Compose
@@ -181,6 +181,22 @@ def test_other_ranks_lines_are_not_repeated(tmp_path: Path) -> None:
     for bad_files in (*ranks, BadFiles(path, 10, max_unreadable=1.0)):
         bad_files.add([BadImage("a\tb", "why"), BadImage("c", "why\nnot")])
     assert path.read_text() == "a\\tb\twhy\nc\twhy not\n"
+
+
+def test_the_images_of_all_ranks_count() -> None:
+    """Those of another rank, and those of a pass over images for evaluation."""
+    allowed, fails = BadFiles(None, 100, max_unreadable=0.02), BadFiles(None, 100, on_error="fail")
+    allowed.add([BadImage("a", "why")])
+    allowed.merge({"a": "why", "b": "why"})
+    with pytest.raises(UserError, match=r"3 of 100 images .3\.00%. cannot be read"):
+        allowed.merge({"c": "why"})
+    fails.merge({})
+    with pytest.raises(UserError, match="cannot read c: why"):
+        fails.merge({"c": "why"})
+    data = EvalDataset(Numbers(8, bad=(3,)), Compose([]))  # type: ignore[arg-type]
+    batches = EvalBatches(data, batch_size=4)
+    assert [batch.index.tolist() for batch in batches] == [[0, 1, 2], [4, 5, 6, 7]]
+    assert batches.bad_files.counted == {"images/3": "broken"}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
