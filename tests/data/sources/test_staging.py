@@ -81,11 +81,15 @@ def test_the_second_time_only_what_changed(
     assert "data: copying 6 files" in capsys.readouterr().err
     Image.fromarray(PIXELS[0]).save(tree / "b" / "3.png")
     os.utime(tree / "b" / "3.png", (1, 1))
+    resized, times = tree / "a" / "0.png", (tree / "a" / "0.png").stat()
+    Image.fromarray(np.tile(PIXELS[1], (2, 2, 1))).save(resized)
+    os.utime(resized, ns=(times.st_atime_ns, times.st_mtime_ns))  # of another size
     source = copied(build("folder", path=str(tree)), folder)
     said = capsys.readouterr().err
-    assert "copying 1 files" in said
-    assert "5 files were in" in said
+    assert "copying 2 files" in said
+    assert "4 files were in" in said
     assert np.array_equal(source[4][0], PIXELS[0])
+    assert np.array_equal(source[0][0], np.tile(PIXELS[1], (2, 2, 1)))
     assert not list(Path(folder).rglob(".*.png.*"))  # nothing half is left
 
 
