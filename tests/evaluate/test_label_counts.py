@@ -131,6 +131,23 @@ def test_a_run_is_refused_before_it_begins(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_chance_is_among_the_classes_that_may_be_predicted(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three classes are trained on, and two of them tested."""
+    for name, classes in (("train", 3), ("val", 2)):
+        labels = np.arange(12) % classes
+        pixels = np.random.default_rng(classes).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
+        np.savez(tmp_path / f"{name}.npz", images=pixels, labels=labels)
+    words = ["eval", "knn", str(exported), "k=[3]"]
+    words += [f"data={tmp_path}/train.npz", f"data.val={tmp_path}/val.npz"]
+    for more, expected in ([], 1 / 3), (["only_test_classes=true"], 1 / 2):
+        assert main([*words, *more]) == 0
+        *_, message, row = capsys.readouterr().out.splitlines()
+        assert json.loads(row)["chance"] == pytest.approx(expected, abs=1e-8)
+        assert f"chance {expected:.4g}," in message
+
+
 def test_counts_chance_step_and_date_stand_beside_the_figures(
     images: Path, exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

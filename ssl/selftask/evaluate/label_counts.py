@@ -33,6 +33,7 @@ class LabelCounts:
     names: Sequence[str] | None = None  # class names; None: numbers
     leave_one_out: bool = False  # each image is compared with all others
     unlabeled: tuple[int, int] = (0, 0)  # images of either set without a label
+    only_test_classes: bool = False  # only classes with test images are predicted
 
     @classmethod
     def of_sources(cls, sources: Sources) -> LabelCounts | None:
@@ -52,6 +53,7 @@ class LabelCounts:
         *,
         names: Sequence[str] | None = None,
         leave_one_out: bool = False,
+        only_test_classes: bool = False,
     ) -> LabelCounts:
         """Count the targets of both sets.
 
@@ -60,12 +62,13 @@ class LabelCounts:
             test: Targets (M,) of the test set.
             names: Names of the classes; None for numbers.
             leave_one_out: Whether each image is compared with all other images of one set.
+            only_test_classes: Whether only classes with test images are predicted.
         """
         labels = [np.asarray(part)[np.asarray(part) >= 0] for part in (train, test)]
         unlabeled = len(train) - len(labels[0]), len(test) - len(labels[1])
         size = 1 + max(int(part.max(initial=-1)) for part in labels)
         counts = [np.bincount(part, minlength=size) for part in labels]
-        return cls(counts[0], counts[1], names, leave_one_out, unlabeled)
+        return cls(counts[0], counts[1], names, leave_one_out, unlabeled, only_test_classes)
 
     @property
     def classes(self) -> np.ndarray:
@@ -74,9 +77,10 @@ class LabelCounts:
 
     @property
     def chance(self) -> float:
-        """Expected accuracy of a uniform guess among the classes of the training images."""
-        share = self.test[self.classes].sum() / max(1, self.test.sum())
-        return float(share / max(1, len(self.classes)))
+        """Expected accuracy of a uniform guess among the classes that may be predicted."""
+        classes = (self.among_test_classes() if self.only_test_classes else self).classes
+        share = self.test[classes].sum() / max(1, self.test.sum())
+        return float(share / max(1, len(classes)))
 
     @property
     def num_neighbors(self) -> int:

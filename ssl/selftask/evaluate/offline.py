@@ -97,7 +97,9 @@ def evaluate_backbone(
             figures = evaluate_features(model, evaluations, train, test)
         row |= of_set(name, figures)
         if learning:
-            row |= of_set(name, _report_labels(name, train, test, counts[name], tell))
+            chosen = [evaluations[key].args.get("only_test_classes", False) for key in learning]
+            facts = _report_labels(name, train, test, counts[name], tell, among=all(chosen))
+            row |= of_set(name, facts)
         else:
             row |= of_set(name, {"test_images": len(test)})
     return row | on_images
@@ -133,13 +135,19 @@ def _report_labels(
     test: Features,
     expected: LabelCounts | None,
     tell: Callable[[str], None],
+    *,
+    among: bool,
 ) -> dict[str, float]:
-    """Report the label counts of the readable images of a test set, and return their facts."""
+    """Report the label counts of the readable images of a test set, and return their facts.
+
+    ``among`` is whether all evaluations predict only classes with test images.
+    """
     counts = LabelCounts.of_targets(
         train.targets,
         test.targets,
         names=None if expected is None else expected.names,
         leave_one_out=test is train,
+        only_test_classes=among,
     )
     tell(f"{name}: {counts.describe()}" if name else counts.describe())
     return counts.facts()

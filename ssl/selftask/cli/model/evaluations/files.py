@@ -59,7 +59,11 @@ def evaluate_files(name: str, address: str, words: list[str]) -> dict[str, float
         for key, part in (("features", train), ("data.val", test)):
             check_targets(part.targets, f"{name}, {key}")
         counts = LabelCounts.of_targets(
-            train.targets, test.targets, names=classes, leave_one_out=val is None
+            train.targets,
+            test.targets,
+            names=classes,
+            leave_one_out=val is None,
+            only_test_classes=getattr(evaluation, "only_test_classes", False),
         )
         check_label_counts({name: Component(name=name, args=vars(evaluation))}, counts)
         announce(counts.describe())
