@@ -139,7 +139,7 @@ def test_list_names_everything_with_its_line(capsys: pytest.CaptureFixture[str])
             assert f"{registry.address(name).path.name}:{registry.address(name).line}]" in text
 
 
-def test_list_has_parts_of_ones_own(
+def test_list_and_explain_know_parts_of_ones_own(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -156,6 +156,8 @@ def test_list_has_parts_of_ones_own(
     assert main(["list", "hooks", "import=[own_parts]"]) == 0
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  own_hook "))
     assert line.endswith("  [own_parts.py:3]")
+    assert main(["explain", "own_hook", "import=[own_parts]"]) == 0
+    assert capsys.readouterr().out.startswith("own_hook: hook [own_parts.py:3]\n    Does what I")
     assert main(["list", "hooks", "import=[absent_parts]"]) == 2
     assert "absent_parts" in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ from validated import train
 import tiny
 from selftask.checkpoint.kept import Kept
 from selftask.cli.main import main
+from selftask.logs.direction import small_is_good
 from selftask.task import Task
 
 FIGURES = {2: 0.5, 4: 0.6, 6: 0.61, 8: 0.3}
@@ -89,6 +90,11 @@ def test_the_name_of_a_metric_tells_its_direction(
     for key in ("hooks.early_stopping", "train.keep_best", "hooks.plateau"):
         message = f"{key}.mode=auto: {mode}, {good} values of {metric} are good"
         assert caplog.messages.count(message) == 1
+
+
+def test_small_errors_and_distances_are_good() -> None:
+    names = ("geolocation_median_km", "kmeans_top1", "depth_linear_rmse", "depth_linear_delta1")
+    assert [small_is_good(f"photos/{name}") for name in names] == [True, False, True, False]
 
 
 def test_a_stopped_run_is_finished(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,24 +17,26 @@ if TYPE_CHECKING:
     from selftask.logs.columns import Column
 
 USAGE = """\
-usage: selftask explain WORD [...]
+usage: selftask explain WORD [...] [import=[MODULE]]
 
 WORD is a key of a config (train.batch_size, or batch_size), a section (train), a registered name
 (moco, hooks.timing, random_resized_crop), a column of metrics.jsonl (emb_std), an event, or a file
 of a run folder. Prints type, default, limits and meaning; keys are also found by the names that
-other frameworks give them (base_lr)."""
+other frameworks give them (base_lr). import=[MODULE] also explains what your own modules in the
+current folder register."""
 
 
 def main(argv: list[str]) -> int:
     """Print all explanations of each word; return 2 without words."""
-    if not argv:
+    words = [word for word in argv if not word.lstrip("+").startswith("import=")]
+    if not words:
         print(USAGE)
         return 2
-    from selftask.config.extensions.imports import import_entry_points
+    from selftask.config.compose.overrides import import_plugins
 
-    import_entry_points()
+    import_plugins(argv)
     width = shutil.get_terminal_size((100, 24)).columns
-    for number, word in enumerate(argv):
+    for number, word in enumerate(words):
         texts = list(explanations(word, width)) or list(_variable_columns(word, width))
         if not texts:
             raise UserError(f"nothing is called {word!r}; {nearest(word, known_words())}")

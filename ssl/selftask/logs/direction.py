@@ -10,8 +10,8 @@ log = get_logger(__name__)
 
 Mode = Literal["auto", "max", "min"]
 _SMALL = (
-    *("loss", "error", "perplexity", "distance", "chance_ratio", "_km", "unreadable"),
-    *("feature_uniformity", "feature_alignment"),
+    *("loss", "error", "perplexity", "distance", "chance_ratio", "unreadable"),
+    *("feature_uniformity", "feature_alignment", "median_km", "rmse", "abs_rel"),
 )
 """Parts of the names of metrics whose small values are good."""
 
