@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ class SAM:
 
         The weights are restored on exit. The scale of the loss (``train.grad_scaler``) cancels.
         """
-        weights = [p for p in updated_parameters(task) if p.grad is not None]
+        weights: list[Any] = [p for p in updated_parameters(task) if p.grad is not None]
         before = [p.detach().clone() for p in weights]
         relative = [p.abs() * p.grad if self.adaptive else p.grad for p in weights]
         length = self.rho / total_norm(relative).clamp(min=1e-12)
