@@ -59,14 +59,14 @@ def test_chance_is_the_loss_of_equal_scores_and_of_zeros() -> None:
 
 def test_the_decoder_sees_predicted_features_and_positions_alone() -> None:
     head: Any = RegressorDecoder(8, (4, 4), dim=16, depth=2, num_heads=2, num_tokens=6).double()
-    asked = torch.tensor([[3, 9, 14]])
-    first, second = (head(draw(seed, 1, 6, 8), asked, (4, 4)) for seed in (0, 1))
+    predict = torch.tensor([[3, 9, 14]])
+    first, second = (head(draw(seed, 1, 6, 8), predict, (4, 4)) for seed in (0, 1))
     assert not torch.allclose(first[1], second[1])
     head.regressor.forward = lambda *args: first[0]
-    again = head(draw(1, 1, 6, 8), asked, (4, 4))
+    again = head(draw(1, 1, 6, 8), predict, (4, 4))
     assert torch.equal(again[1], first[1])
     head.regressor.forward = lambda *args: torch.ones(1, 3, 8, dtype=torch.float64)
-    (scores,) = head(draw(1, 1, 6, 8), asked, (4, 4))[1]
+    (scores,) = head(draw(1, 1, 6, 8), predict, (4, 4))[1]
     assert not torch.allclose(scores[0], scores[1])
 
 
@@ -79,10 +79,10 @@ def test_tokens_are_those_of_the_masked_patches(tmp_path: Path) -> None:
     width = positions.shape[-1]
     assert torch.equal(positions[0, -64:].detach(), sincos_positions(width, (8, 8)))
     task.on_start(), task.on_phase_start(), task.step()
-    batch, asked = task.last_batch, task.last_batch["mask"].asked[:, 0]
+    batch, predict = task.last_batch, task.last_batch["mask"].predict[:, 0]
     tokens = task.loss.tokenizer.on_grid(batch.all_views[0], (8, 8))
-    assert asked.shape[1] == 16 and len(tokens.unique()) > 1
-    for image, numbers in enumerate(asked.tolist()):
+    assert predict.shape[1] == 16 and len(tokens.unique()) > 1
+    for image, numbers in enumerate(predict.tolist()):
         assert batch["tokens"][image].tolist() == [tokens[image, n].item() for n in numbers]
     task.close()
 
@@ -94,12 +94,12 @@ def test_targets_are_the_masked_patches_encoded_alone(tmp_path: Path) -> None:
     task.on_start(), task.on_phase_start(), task.step()
     batch, network = task.last_batch, task.base_model.eval()
     images, mask = batch.all_views[0], batch["mask"]
-    asked = mask.asked[:, 0]
+    predict = mask.predict[:, 0]
     output = network((images, mask)).prediction
-    expected = network.extract(images, keep=asked).patches
+    expected = network.extract(images, keep=predict).patches
     torch.testing.assert_close(output.targets, expected)
     assert not output.targets.requires_grad and output.features.requires_grad
-    assert torch.equal(torch.cat([mask.keep, asked], 1).sort(1).values[0], torch.arange(64))
+    assert torch.equal(torch.cat([mask.keep, predict], 1).sort(1).values[0], torch.arange(64))
 
     def blanked(patches: Tensor) -> Any:
         """MaskedPredictions for images in which these patches are black."""
@@ -110,7 +110,7 @@ def test_targets_are_the_masked_patches_encoded_alone(tmp_path: Path) -> None:
                 blank[image, :, number // 8, :, number % 8] = 0
         return network((blank.flatten(4, 5).flatten(2, 3), mask)).prediction
 
-    without_masked, without_kept = blanked(asked), blanked(mask.keep)
+    without_masked, without_kept = blanked(predict), blanked(mask.keep)
     torch.testing.assert_close(without_masked.features, output.features)
     assert not torch.allclose(without_masked.targets, output.targets)
     torch.testing.assert_close(without_kept.targets, output.targets)

@@ -206,10 +206,10 @@ def test_predictor_is_that_of_the_paper() -> None:
     torch.manual_seed(0)
     predictor = CrossPredictor(6, (3, 3), dim=16, depth=2, num_heads=2, num_registers=4).double()
     predictor.rope.angular = predictor.rope.angular.double()
-    encoded, keep, asked = draw(1, 1, 8, 6), torch.tensor([[4, 5, 8]]), torch.tensor([[0, 7]])
+    encoded, keep, predict = draw(1, 1, 8, 6), torch.tensor([[4, 5, 8]]), torch.tensor([[0, 7]])
     corners = [(0.5, 0.5), (1.0, 0.5), (1.0, 1.0), (0.5, 1.0)]
     context_at = [None, *corners, (0.5, 0.5), (0.5, 1.0), (1.0, 1.0)]
-    actual = predictor(encoded, keep, asked, (3, 3))
+    actual = predictor(encoded, keep, predict, (3, 3))
     for number, at in enumerate([(0.0, 0.0), (1.0, 0.5)]):
         x = predictor.mask_token
         for block in predictor.blocks:
@@ -223,12 +223,12 @@ def test_a_prediction_does_not_depend_on_others_nor_on_hidden_patches() -> None:
     images = task.views[0][:4].clone().requires_grad_()
     batch = task.forward(torch.arange(4), images)
     mask = batch["mask"]
-    assert mask.keep.shape == (4, 6) and mask.asked.shape == (4, 1, 5)
+    assert mask.keep.shape == (4, 6) and mask.predict.shape == (4, 1, 5)
     batch.output.prediction.sum().backward()
     seen = images.grad.abs().unfold(2, 2, 2).unfold(3, 2, 2).sum(dim=(1, 4, 5)).flatten(1) > 0
     assert torch.equal(seen, torch.zeros(4, 16, dtype=torch.bool).scatter(1, mask.keep, True))
-    assert not seen.gather(1, mask.asked[:, 0]).any()
-    fewer = task.base_model((images, Kept(mask.keep, mask.asked[:, :, 3:])))
+    assert not seen.gather(1, mask.predict[:, 0]).any()
+    fewer = task.base_model((images, Kept(mask.keep, mask.predict[:, :, 3:])))
     assert torch.allclose(fewer.prediction, batch.output.prediction[:, 3:], rtol=0, atol=1e-12)
 
 
@@ -237,12 +237,12 @@ def test_any_hidden_patch_may_be_predicted() -> None:
     key = torch.stack([torch.arange(4000), torch.zeros(4000, dtype=torch.long)], dim=1)
     method = CAPI(CAPI.Config(num_clusters=2, mask_ratio=0.5, predicted=0.25))
     mask = method.draw_mask(3, key, (4, 4))
-    assert mask.asked.shape == (4000, 1, 2)
-    asked, kept = (
-        torch.zeros(4000, 16).scatter(1, index, 1) for index in (mask.asked[:, 0], mask.keep)
+    assert mask.predict.shape == (4000, 1, 2)
+    predict, kept = (
+        torch.zeros(4000, 16).scatter(1, index, 1) for index in (mask.predict[:, 0], mask.keep)
     )
-    assert not (asked * kept).any() and (asked.sum(dim=1) == 2).all()
-    assert ((asked.sum(dim=0) / (1 - kept).sum(dim=0) - 0.25).abs() < 0.05).all()
+    assert not (predict * kept).any() and (predict.sum(dim=1) == 2).all()
+    assert ((predict.sum(dim=0) / (1 - kept).sum(dim=0) - 0.25).abs() < 0.05).all()
 
 
 def test_registers_of_the_backbone_have_positions_in_the_predictor() -> None:

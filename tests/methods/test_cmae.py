@@ -32,11 +32,11 @@ def _vit() -> VisionTransformer:
 @pytest.mark.parametrize("seed", PUBLISHED)
 def test_loss_is_that_of_the_authors_code(seed: int) -> None:
     patches = normalize(patchify(draw(seed, 4, 3, 16, 16), 4))
-    asked = draw(seed + 2, 4, 16).argsort(dim=1)[:, :8]
-    pixels = gather_tokens(draw(seed + 1, 4, 16, 48), asked)[:, None].requires_grad_()
+    predict = draw(seed + 2, 4, 16).argsort(dim=1)[:, :8]
+    pixels = gather_tokens(draw(seed + 1, 4, 16, 48), predict)[:, None].requires_grad_()
     image = draw(seed + 3, 4, 12).requires_grad_()
-    batch = Batch(views={}, labels=asked[:, 0], index=asked[:, 0], key=asked[:, :2])
-    batch["pixels"], batch["target"] = gather_tokens(patches, asked), draw(seed + 4, 4, 12)
+    batch = Batch(views={}, labels=predict[:, 0], index=predict[:, 0], key=predict[:, :2])
+    batch["pixels"], batch["target"] = gather_tokens(patches, predict), draw(seed + 4, 4, 12)
     terms = CMAE(CMAE.Config())(predicted(Predictions(pixels, image)), batch)
     gradients = torch.autograd.grad(sum(terms.values()), (pixels, image))
     actual = [terms["masked_pixels"].item(), terms["image_contrast"].item()]
@@ -48,13 +48,13 @@ def test_the_feature_is_that_of_all_patches_and_no_prefix_token() -> None:
     """As the mean over patches of what the decoder makes of the whole sequence."""
     torch.manual_seed(0)
     decoder = FeatureDecoder(6, (2, 2), dim=8, depth=1, num_heads=2, num_out=5).double()
-    keep, asked = torch.tensor([[2], [0]]), torch.tensor([[[3, 0, 1]], [[1, 2, 3]]])
+    keep, predict = torch.tensor([[2], [0]]), torch.tensor([[[3, 0, 1]], [[1, 2, 3]]])
     encoded = draw(1, 2, 2, 6)  # a class token and one patch
     tokens = torch.stack([decoder.embed(encoded)[:, 1] + decoder.positions[keep[:, 0]]], 1)
-    queries = decoder.mask_token + decoder.positions[asked[:, 0]]
+    queries = decoder.mask_token + decoder.positions[predict[:, 0]]
     x = torch.cat([decoder.embed(encoded[:, :1]), tokens, queries], dim=1)
     expected = decoder.project(decoder.norm(decoder.blocks[0](x)))[:, 1:].mean(dim=1)
-    torch.testing.assert_close(decoder(encoded, keep, asked), expected)
+    torch.testing.assert_close(decoder(encoded, keep, predict), expected)
 
 
 def test_the_target_is_the_mean_of_the_teachers_patches_of_the_second_view() -> None:
@@ -67,7 +67,7 @@ def test_the_target_is_the_mean_of_the_teachers_patches_of_the_second_view() -> 
     tokens = teacher.backbone.forward_features(batch.all_views[1])
     torch.testing.assert_close(batch["target"], teacher.head(tokens[:, 1:].mean(dim=1)).detach())
     encoded = batch.output.features.tokens.sequence
-    feature = network.feature_decoder(encoded, mask.keep, mask.asked, grid=(4, 4))
+    feature = network.feature_decoder(encoded, mask.keep, mask.predict, grid=(4, 4))
     head = network.contrast_head
     expected = head.predictor(head.projector(feature))
     torch.testing.assert_close(batch.output.prediction.image, expected)

@@ -31,11 +31,11 @@ def test_loss_is_that_of_the_authors(case: int) -> None:
     seed, num_patches = 500 * case, 16
     images = draw(seed, 4, 3, 16, 16)
     first = draw(seed + 2, 4, num_patches).argsort(dim=1)[:, : num_patches // 2]
-    asked = first.sort(dim=1).values  # a bool mask in the authors' code
-    pixels = normalize(gather_tokens(patchify(images, 4), asked))
+    predict = first.sort(dim=1).values  # a bool mask in the authors' code
+    pixels = normalize(gather_tokens(patchify(images, 4), predict))
     prediction = draw(seed + 1, 4, num_patches // 2, 48).requires_grad_()
     method = CrossMAE(CrossMAE.Config())
-    batch = Batch(views={}, labels=asked[:, 0], index=asked[:, 0], key=asked[:, :2])
+    batch = Batch(views={}, labels=predict[:, 0], index=predict[:, 0], key=predict[:, :2])
     batch["pixels"] = pixels
     loss = method(predicted(prediction[:, None]), batch)
     (gradient,) = torch.autograd.grad(loss, prediction)
@@ -52,7 +52,7 @@ def test_as_many_patches_as_in_the_authors_code(share: float, count: int) -> Non
     mask = method.draw_mask(1, key, (14, 14))
     of_mae = MAE(MAE.Config()).draw_mask(1, key, (14, 14))
     assert torch.equal(mask.keep, of_mae.keep)
-    assert torch.equal(mask.asked, of_mae.asked[..., :count])
+    assert torch.equal(mask.predict, of_mae.predict[..., :count])
 
 
 def test_more_than_the_masked_patches_cannot_be_predicted() -> None:
@@ -71,10 +71,10 @@ def _vit() -> VisionTransformer:
 def test_a_prediction_does_not_depend_on_other_predictions() -> None:
     predictor = MemoryPredictor(12, (4, 4), 2, dim=8, depth=2, num_heads=2, num_out=5).double()
     layers = [draw(1, 3, 7, 12), draw(2, 3, 7, 12)]
-    asked = torch.tensor([[3, 9, 14]] * 3)
-    together = predictor(layers, asked, (4, 4))
+    predict = torch.tensor([[3, 9, 14]] * 3)
+    together = predictor(layers, predict, (4, 4))
     for position in range(3):
-        alone = predictor(layers, asked[:, position, None], (4, 4))[:, 0]
+        alone = predictor(layers, predict[:, position, None], (4, 4))[:, 0]
         assert torch.allclose(together[:, position], alone, rtol=1e-12)
 
 
@@ -125,8 +125,8 @@ def test_the_picture_shows_what_was_kept_and_what_was_predicted() -> None:
     images: Tensor = patchify(batch.all_views[0], 2)
     for image in range(4):
         keep = batch["mask"].keep[image].tolist()
-        asked = batch["mask"].asked[image, 0].tolist()
+        predict = batch["mask"].predict[image, 0].tolist()
         for patch in range(16):
             assert torch.equal(masked[image, patch], images[image, patch] * (patch in keep))
             changed = not torch.equal(filled[image, patch], masked[image, patch])
-            assert changed == (patch in asked)
+            assert changed == (patch in predict)

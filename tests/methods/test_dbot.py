@@ -33,11 +33,11 @@ def test_targets_are_normalized_features_of_the_whole_image(tmp_path: Path) -> N
     task.prepare()
     task.on_start(), task.on_phase_start(), task.step()
     batch, teacher = task.last_batch, task.loss.teacher.network.backbone
-    images, asked = batch.all_views[0], batch["mask"].asked[:, 0]
+    images, predict = batch.all_views[0], batch["mask"].predict[:, 0]
     with torch.no_grad():
         features = extract(teacher, images)
     patches = patches_on_grid(features, task.loss.grid_of(*images.shape[2:]))
-    for image, numbers in enumerate(asked):
+    for image, numbers in enumerate(predict):
         masked = patches[image, numbers]
         variance, mean = torch.var_mean(masked, dim=1, keepdim=True, correction=0)
         expected = (masked - mean) / (variance + 1e-5).sqrt()

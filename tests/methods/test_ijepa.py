@@ -49,7 +49,7 @@ def test_loss_is_that_of_the_paper() -> None:
     task = _task()
     task.run(2)  # a teacher that is not the student
     batch, output = _forward(task)
-    indices, padding = batch["mask"].asked, batch["mask"].asked_padding
+    indices, padding = batch["mask"].predict, batch["mask"].predict_padding
     features = task.loss.teacher.network.backbone.forward_features(batch.all_views[0])
     total = 0.0
     for image in range(4):
@@ -100,11 +100,11 @@ def test_predictions_are_those_of_lightly() -> None:
     theirs.decoder.mask_token.data.copy_(ours.mask_token.data)
     encoded = torch.randn(3, 20, 12, dtype=torch.float64)
     keep = torch.stack([torch.randperm(64)[:20] for _ in range(3)])
-    asked = torch.stack([torch.randperm(64)[:28].view(4, 7) for _ in range(3)])  # (B, M, Q)
-    expected = theirs(encoded.clone(), keep, list(asked.unbind(dim=1)))  # (M * B, Q, E)
+    predict = torch.stack([torch.randperm(64)[:28].view(4, 7) for _ in range(3)])  # (B, M, Q)
+    expected = theirs(encoded.clone(), keep, list(predict.unbind(dim=1)))  # (M * B, Q, E)
     expected = expected.unflatten(0, (4, 3)).transpose(0, 1)
     # the table of positions is in double precision here and was rounded there
-    assert torch.allclose(ours(encoded, keep, asked), expected, rtol=0, atol=1e-5)
+    assert torch.allclose(ours(encoded, keep, predict), expected, rtol=0, atol=1e-5)
 
 
 # -- the network -------------------------------------------------------------------------------
@@ -124,16 +124,16 @@ def test_only_the_context_reaches_the_network() -> None:
 
 def test_views_of_another_size_have_blocks_of_their_own_grid() -> None:
     method, key = _task().loss, torch.arange(12).view(6, 2)
-    (keep, padding), (asked, asked_padding) = method.build_masks((5, 6)).draw(3, key)
+    (keep, padding), (predict, predict_padding) = method.build_masks((5, 6)).draw(3, key)
     drawn = method.draw_blocks(3, key, (5, 6))
-    assert all(map(torch.equal, drawn, (keep, asked, padding, asked_padding)))
-    assert asked.max() < 30 == method.masks.num_patches
+    assert all(map(torch.equal, drawn, (keep, predict, padding, predict_padding)))
+    assert predict.max() < 30 == method.masks.num_patches
 
 
 def test_an_image_is_predicted_alone_as_in_any_batch() -> None:
     task = _task()
     batch, output = _forward(task, torch.arange(8))
-    wanted = ~batch["mask"].asked_padding
+    wanted = ~batch["mask"].predict_padding
     assert bool((~wanted).any())  # blocks do differ in size
     for image in range(8):
         _, alone = _forward(task, torch.tensor([image]))

@@ -56,7 +56,7 @@ def test_loss_is_that_of_the_paper(normalized: bool) -> None:
     batch, output = _forward(task)
     total, count = 0.0, 0
     for image in range(4):
-        for place, patch in enumerate(batch["mask"].asked[:, 0][image].tolist()):
+        for place, patch in enumerate(batch["mask"].predict[:, 0][image].tolist()):
             pixels = _pixels(batch.all_views[0][image], patch)
             if normalized:
                 mean = sum(pixels) / 12
@@ -76,7 +76,7 @@ def test_loss_and_targets_are_those_of_lightly() -> None:
     batch, output = _forward(task)
     patches = theirs.patchify(batch.all_views[0], patch_size=2)
     target = theirs.normalize_mean_var(
-        theirs.get_at_index(patches, batch["mask"].asked[:, 0]), dim=-1
+        theirs.get_at_index(patches, batch["mask"].predict[:, 0]), dim=-1
     )
     expected = nn.MSELoss()(output, target)
     loss = task.loss(predicted(output[:, None]), batch)
@@ -87,7 +87,7 @@ def test_decoder_is_the_published_one() -> None:
     """There, mask tokens fill the whole grid in its order and every patch is painted."""
     task = _task()
     batch, output = _forward(task)
-    images, (keep, asked, *_) = batch.input
+    images, (keep, predict, *_) = batch.input
     vit, decoder = task.base_model.backbone, task.base_model.head
     tokens = vit.patch_embed(images) + vit.pos_embed[:, 1:]
     for image in range(4):
@@ -101,7 +101,7 @@ def test_decoder_is_the_published_one() -> None:
         for block in decoder.blocks:
             full = block(full)
         painted = decoder.project(decoder.norm(full))[0, 1:]
-        assert torch.allclose(output[image], painted[asked[image, 0]], rtol=0, atol=1e-12)
+        assert torch.allclose(output[image], painted[predict[image, 0]], rtol=0, atol=1e-12)
 
 
 def test_hidden_pixels_do_not_reach_the_network() -> None:
@@ -112,7 +112,7 @@ def test_hidden_pixels_do_not_reach_the_network() -> None:
     patches = images.grad.unfold(2, 2, 2).unfold(3, 2, 2)  # (4, 3, 4, 4, 2, 2)
     seen = patches.abs().sum(dim=(1, 4, 5)).flatten(1)  # (4, 16)
     for image in range(4):
-        assert (seen[image, batch["mask"].asked[:, 0][image]] == 0).all()
+        assert (seen[image, batch["mask"].predict[:, 0][image]] == 0).all()
         assert (seen[image, batch.input[1].keep[image]] > 0).all()
 
 
@@ -129,7 +129,7 @@ def test_masks_are_fair_and_only_of_image_and_epoch() -> None:
         key = _keys(epoch, index)
         batch = Batch(views={"main": [none]}, labels=none, index=index, key=key)
         task.loss.prepare_batch(batch, task)
-        keep, hidden = batch["mask"].keep, batch["mask"].asked[:, 0]
+        keep, hidden = batch["mask"].keep, batch["mask"].predict[:, 0]
         assert torch.equal(torch.cat([keep, hidden], 1).sort(dim=1).values[0], torch.arange(16))
         assert batch.input[1] is batch["mask"]
         assert hidden.shape == (len(index), 12)
@@ -199,8 +199,8 @@ def test_images_of_another_size_have_masks_of_their_own_grid() -> None:
     vit = lambda: _vit(dynamic_img_size=True)  # noqa: E731
     task = MiniTask("mae", SMALL, backbone=vit, sizes=(6,), lr=0.1).run(2)
     batch, output = _forward(task)
-    assert batch["mask"].asked[:, 0].shape == (4, 7)  # of 3 x 3 patches, two are kept
-    assert int(batch["mask"].asked[:, 0].max()) == 8
+    assert batch["mask"].predict[:, 0].shape == (4, 7)  # of 3 x 3 patches, two are kept
+    assert int(batch["mask"].predict[:, 0].max()) == 8
     assert output.shape == (4, 7, 12)
     assert math.isfinite(task.losses[-1])
 

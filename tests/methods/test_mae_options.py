@@ -55,8 +55,10 @@ def test_targets_have_the_low_frequencies_of_the_image_alone(tmp_path: Path) -> 
     spectrum = (wave @ images @ wave) * low
     filtered = torch.from_numpy(np.abs(wave.conj() @ spectrum @ wave.conj()) / size**2)
     patches = patchify((filtered - mean.double()) / std.double(), task.loss.patch_size)
-    asked = batch["mask"].asked[:, 0]
-    expected = torch.stack([image[numbers] for image, numbers in zip(patches, asked, strict=True)])
+    predict = batch["mask"].predict[:, 0]
+    expected = torch.stack(
+        [image[numbers] for image, numbers in zip(patches, predict, strict=True)]
+    )
     torch.testing.assert_close(batch["pixels"].double(), expected, atol=1e-5, rtol=1e-5)
     task.close()
 

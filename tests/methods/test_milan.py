@@ -75,10 +75,10 @@ def test_decoder_is_the_published_one() -> None:
     """Masked patches attend to prompts without norm and to each other; prompts stay as they are."""
     decoder: Any = PromptingDecoder(6, (3, 3), dim=8, depth=2, num_heads=2, num_out=5).double()
     encoded, positions = draw(0, 1, 5, 6), sincos_positions(8, (3, 3)).double()
-    keep, asked = torch.tensor([[4, 0, 7, 2]]), torch.tensor([[1, 8, 3, 5, 6]])
+    keep, predict = torch.tensor([[4, 0, 7, 2]]), torch.tensor([[1, 8, 3, 5, 6]])
     embedded = decoder.embed(encoded)[0]
     prompts = torch.cat([embedded[:1], embedded[1:] + positions[keep[0]]])
-    x = decoder.mask_token + positions[asked[0]]
+    x = decoder.mask_token + positions[predict[0]]
     for block in decoder.blocks:
         normed = block.norm_queries(x)
         query = block.query(normed)
@@ -90,7 +90,7 @@ def test_decoder_is_the_published_one() -> None:
         x = x + block.project(torch.cat(heads, dim=1))
         x = x + block.mlp(block.norm_mlp(x))
     expected = decoder.project(decoder.norm(torch.cat([prompts, x])))
-    torch.testing.assert_close(decoder(encoded, keep, asked, (3, 3))[0], expected)
+    torch.testing.assert_close(decoder(encoded, keep, predict, (3, 3))[0], expected)
 
 
 def test_attention_is_the_softmax_of_the_last_block() -> None:
@@ -121,7 +121,7 @@ def test_targets_are_features_of_the_whole_image_in_the_order_of_predictions(
     task.on_start(), task.on_phase_start(), task.step()
     batch, mask = task.last_batch, task.last_batch["mask"]
     class_token, patches, attention = task.loss.teacher.on_grid(batch.all_views[0], (8, 8))
-    order = torch.cat([mask.keep, mask.asked[:, 0]], dim=1)
+    order = torch.cat([mask.keep, mask.predict[:, 0]], dim=1)
     assert mask.keep.shape[1] == 16 and len(attention[0].unique()) > 1
     assert torch.equal(order.sort(dim=1).values[0], torch.arange(64))
     assert batch.output.prediction.shape == batch["targets"].shape

@@ -63,7 +63,7 @@ def test_features_of_each_half_are_those_of_the_image_alone(tmp_path: Path) -> N
     hidden = hidden_squares(mask)
     with torch.no_grad():
         mixed = extract(backbone, mix(images, hidden), groups=hidden).patches
-        for shown, seen in ((images, mask.keep), (partners(images), mask.asked[:, 0])):
+        for shown, seen in ((images, mask.keep), (partners(images), mask.predict[:, 0])):
             alone = extract(backbone, shown, keep=seen).patches
             halves = mixed.gather(1, seen[..., None].expand_as(alone))
             torch.testing.assert_close(halves, alone, rtol=1e-4, atol=1e-5)
@@ -81,7 +81,7 @@ def test_loss_is_that_of_the_paper(tmp_path: Path) -> None:
     errors, predicted = [], set()
     for number in range(len(images)):
         other = number + 1 if number % 2 == 0 else number - 1
-        rows = [(number, int(square)) for square in mask.asked[number, 0]]
+        rows = [(number, int(square)) for square in mask.predict[number, 0]]
         rows += [(other, int(square)) for square in mask.keep[number]]
         predicted.update(rows)
         for row, (image, square) in enumerate(rows):
@@ -117,7 +117,7 @@ def test_a_swin_sees_both_images_and_predicts_each_from_itself(tmp_path: Path) -
     other[1::2] += 1.0
     with torch.no_grad():
         before, after = (network((x, mask)).prediction for x in (images, other))
-    hidden = mask.asked.shape[2]
+    hidden = mask.predict.shape[2]
     assert before.shape == (len(images), 4, 3 * 16**2)
     assert torch.equal(before[0::2, :hidden], after[0::2, :hidden])  # image 0 from image 0
     assert torch.equal(before[1::2, hidden:], after[1::2, hidden:])

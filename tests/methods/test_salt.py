@@ -50,7 +50,7 @@ def test_targets_are_normalized_features_of_the_first_stage(tmp_path: Path) -> N
     batch = task.last_batch
     with torch.no_grad():
         patches = extract(backbone.eval(), batch.all_views[0]).patches  # (B, N, D)
-    for image, blocks in enumerate(batch["mask"].asked):
+    for image, blocks in enumerate(batch["mask"].predict):
         for block, numbers in enumerate(blocks):
             features = patches[image, numbers]
             variance, mean = torch.var_mean(features, dim=1, keepdim=True, correction=0)

@@ -53,19 +53,19 @@ def test_predictor_ignores_padding_and_order(prefix: int) -> None:
     predictor = _predictor()
     encoded = torch.randn(2, prefix + 5, 24)
     keep = torch.stack([torch.randperm(16)[:5] for _ in range(2)])
-    asked = torch.stack([torch.randperm(16)[:8].view(2, 4) for _ in range(2)])  # (2, 2, 4)
-    counts, asked_counts = torch.tensor([3, 5]), torch.tensor([[4, 2], [1, 3]])
+    predict = torch.stack([torch.randperm(16)[:8].view(2, 4) for _ in range(2)])  # (2, 2, 4)
+    counts, predict_counts = torch.tensor([3, 5]), torch.tensor([[4, 2], [1, 3]])
     padding = torch.arange(5) >= counts[:, None]
-    asked_padding = torch.arange(4) >= asked_counts[..., None]
-    padded = predictor(encoded, keep, asked, padding=padding, asked_padding=asked_padding)
+    predict_padding = torch.arange(4) >= predict_counts[..., None]
+    padded = predictor(encoded, keep, predict, padding=padding, predict_padding=predict_padding)
     assert padded.shape == (2, 2, 4, 5)
     for image, group in [(0, 0), (0, 1), (1, 0), (1, 1)]:
-        kept, wanted = int(counts[image]), int(asked_counts[image, group])
+        kept, wanted = int(counts[image]), int(predict_counts[image, group])
         order = torch.randperm(kept)
         alone = predictor(
             torch.cat([encoded[image, :prefix], encoded[image, prefix:][order]])[None],
             keep[image, order][None],
-            asked[image, group, :wanted].flip(0)[None, None],
+            predict[image, group, :wanted].flip(0)[None, None],
         )
         assert torch.allclose(padded[image, group, :wanted], alone[0, 0].flip(0), atol=1e-5)
 
@@ -73,14 +73,14 @@ def test_predictor_ignores_padding_and_order(prefix: int) -> None:
 def test_predictor_knows_places_by_their_positions_only() -> None:
     predictor = _predictor()
     encoded, keep = torch.randn(1, 2, 24), torch.tensor([[3, 9]])
-    asked = torch.tensor([[[5, 6]]])
-    there = predictor(encoded, keep, asked)
+    predict = torch.tensor([[[5, 6]]])
+    there = predictor(encoded, keep, predict)
     assert not torch.allclose(there[0, 0, 0], there[0, 0, 1])  # same mask token, other place
-    assert not torch.allclose(there, predictor(encoded, keep.flip(1), asked))
+    assert not torch.allclose(there, predictor(encoded, keep.flip(1), predict))
     predictor.positions.zero_()
-    nowhere = predictor(encoded, keep, asked)
+    nowhere = predictor(encoded, keep, predict)
     assert torch.allclose(nowhere[0, 0, 0], nowhere[0, 0, 1], atol=1e-6)
-    assert torch.allclose(nowhere, predictor(encoded, keep.flip(1), asked), atol=1e-6)
+    assert torch.allclose(nowhere, predictor(encoded, keep.flip(1), predict), atol=1e-6)
     assert "positions" not in predictor.state_dict()
 
 
@@ -92,7 +92,7 @@ def test_another_grid_has_positions_of_its_own() -> None:
     )
     other.load_state_dict(predictor.state_dict())
     encoded, keep = torch.randn(1, 2, 24), torch.tensor([[0, 5]])
-    asked = torch.tensor([[[1, 4]]])
-    there = predictor(encoded, keep, asked, grid=(2, 3))
-    assert torch.equal(there, other(encoded, keep, asked))
-    assert not torch.allclose(there, predictor(encoded, keep, asked))
+    predict = torch.tensor([[[1, 4]]])
+    there = predictor(encoded, keep, predict, grid=(2, 3))
+    assert torch.equal(there, other(encoded, keep, predict))
+    assert not torch.allclose(there, predictor(encoded, keep, predict))

@@ -114,7 +114,7 @@ class CAE(KeptPatches):
         batch = task.last_batch
         images = batch.all_views[0]
         tokens = self.tokenizer.on_grid(images, self.grid_of(*images.shape[2:]))  # (B, N)
-        batch["tokens"] = tokens.gather(1, batch["mask"].asked[:, 0])
+        batch["tokens"] = tokens.gather(1, batch["mask"].predict[:, 0])
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the two terms of the loss, means over patches.
@@ -145,7 +145,7 @@ class ContextNetwork(Network):
 
     def forward(self, inputs: tuple[Tensor, Kept]) -> PatchOutput:  # type: ignore[override]
         images, mask = inputs
-        masked = mask.asked[:, 0]
+        masked = mask.predict[:, 0]
         features = self.extract(images, keep=mask.keep)
         with torch.no_grad():
             targets = self.extract(images, keep=masked).patches
@@ -178,14 +178,14 @@ class RegressorDecoder(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.project = nn.Linear(dim, num_tokens)
 
-    def forward(self, encoded: Tensor, asked: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    def forward(self, encoded: Tensor, predict: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         """Predict features (B, Q, E) and scores of tokens (B, Q, T).
 
         Args:
             encoded: (B, P + K, E), prefix tokens and kept patches.
-            asked: (B, Q) indices of the patches to predict.
+            predict: (B, Q) indices of the patches to predict.
             grid: Rows and columns of patches.
         """
-        features = self.regressor([encoded], asked, grid)
-        x = self.embed(features) + self.regressor.positions_on(grid)[asked]
+        features = self.regressor([encoded], predict, grid)
+        x = self.embed(features) + self.regressor.positions_on(grid)[predict]
         return features, self.project(self.norm(self.blocks(x)))

@@ -159,8 +159,8 @@ class CAPI(MaskedPatches, EMATeacher):
         visible = rolled_rectangle(draws[:, :3], num_patches - num_hidden, grid)  # (B, N)
         keep, _ = padded_indices(visible, num_patches - num_hidden)
         number = max(1, int(num_hidden * self.config.predicted))
-        asked, _ = padded_indices(~visible, number, draws[:, 3:])
-        return Kept(keep, asked[:, None])
+        predict, _ = padded_indices(~visible, number, draws[:, 3:])
+        return Kept(keep, predict[:, None])
 
     def on_forward(self, task: Task) -> None:
         """Compute ``batch["patches"]`` (B, N, E), the teacher's patches of the whole image."""
@@ -174,11 +174,11 @@ class CAPI(MaskedPatches, EMATeacher):
         """
         scores = cluster_scores(batch["patches"], self.clusters.weight, self.clusters.bias)
         assigned = self.assign(scores.detach())  # (B, N, K)
-        asked = gather_tokens(assigned, batch["mask"].asked[:, 0])  # (B, Q, K)
+        targets = gather_tokens(assigned, batch["mask"].predict[:, 0])  # (B, Q, K)
         temperature = self.config.temperature
         return {
             "clustering": soft_cross_entropy(scores, assigned, temperature),
-            "cluster_prediction": soft_cross_entropy(output.prediction, asked, temperature),
+            "cluster_prediction": soft_cross_entropy(output.prediction, targets, temperature),
         }
 
     def assign(self, scores: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ class CAPINetwork(Network):
         images, mask = inputs
         features = self.extract(images, keep=mask.keep)
         grid = adapter_of(self.backbone).grid(*images.shape[-2:])
-        predicted = self.head(features.tokens.sequence, mask.keep, mask.asked[:, 0], grid)
+        predicted = self.head(features.tokens.sequence, mask.keep, mask.predict[:, 0], grid)
         return PatchOutput(self.scores(predicted), features, mask)
 
 

@@ -164,7 +164,7 @@ class ContrastNetwork(KeptNetwork):
         images, mask = inputs
         grid = adapter_of(self.backbone).grid(*images.shape[-2:])
         encoded = output.features.tokens.sequence
-        feature = self.feature_decoder(encoded, mask.keep, mask.asked, grid=grid)  # (B, E)
+        feature = self.feature_decoder(encoded, mask.keep, mask.predict, grid=grid)  # (B, E)
         _, predicted = self.contrast_head(feature).unbind(1)
         return output._replace(prediction=Predictions(output.prediction, predicted))
 
@@ -172,8 +172,8 @@ class ContrastNetwork(KeptNetwork):
 class FeatureDecoder(PatchPredictor):
     """Decoder that returns the mean over all patches, encoded and masked: (B, num_out)."""
 
-    def read(self, tokens: Tensor, keep: Tensor, asked: Tensor) -> Tensor:
-        patches = tokens[:, -(keep.shape[1] + asked.shape[2]) :]  # without prefix tokens
+    def read(self, tokens: Tensor, keep: Tensor, predict: Tensor) -> Tensor:
+        patches = tokens[:, -(keep.shape[1] + predict.shape[2]) :]  # without prefix tokens
         return self.project(self.norm(patches).mean(dim=1))
 
 

@@ -87,7 +87,7 @@ class CrossMAE(MAE):
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
         """Keep patches as MAE does, and choose some of the others at random to predict."""
         kept = super().draw_mask(seed, key, grid)
-        return kept._replace(asked=kept.asked[..., : self.num_predicted(grid)])
+        return kept._replace(predict=kept.predict[..., : self.num_predicted(grid)])
 
 
 class CrossNetwork(Network):
@@ -99,5 +99,5 @@ class CrossNetwork(Network):
         inner = range(adapter.num_layers - 1)
         features = self.extract(images, keep=mask.keep, layers=inner)
         layers = [*(features.hidden[number].sequence for number in inner), features.tokens.sequence]
-        predicted = self.head(layers, mask.asked[:, 0], adapter.grid(*images.shape[-2:]))
+        predicted = self.head(layers, mask.predict[:, 0], adapter.grid(*images.shape[-2:]))
         return PatchOutput(predicted[:, None], features, mask)

@@ -71,7 +71,7 @@ class DBOT(KeptPatches):
         batch = task.last_batch
         images = batch.all_views[0]
         _, patches = self.teacher.on_grid(images, self.grid_of(*images.shape[2:]))  # (B, N, D)
-        masked = gather_tokens(patches, batch["mask"].asked[:, 0])
+        masked = gather_tokens(patches, batch["mask"].predict[:, 0])
         batch["targets"] = F.layer_norm(masked, masked.shape[-1:])
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:

@@ -88,7 +88,7 @@ class MAE(KeptPatches, ViewPixels):
             filtered = without(to_float32(images * self.std + self.mean), high).abs()
             images = (filtered - self.mean) / self.std
         patches = patchify(images, self.patch_size)  # (B, N, P)
-        pixels = gather_tokens(patches, batch["mask"].asked[:, 0])  # (B, M, P)
+        pixels = gather_tokens(patches, batch["mask"].predict[:, 0])  # (B, M, P)
         batch["pixels"] = normalize(pixels) if self.config.normalize_pixels else pixels
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor | dict[str, Tensor]:
@@ -116,15 +116,15 @@ class MAE(KeptPatches, ViewPixels):
         """
         images = batch.all_views[0]
         patches = patchify(images, self.patch_size)  # (B, N, P)
-        keep, asked = batch["mask"].keep, batch["mask"].asked[:, 0]
+        keep, predict = batch["mask"].keep, batch["mask"].predict[:, 0]
         painted = to_float32(output.prediction[:, 0])
         if self.config.normalize_pixels:
-            true = gather_tokens(patches, asked)
+            true = gather_tokens(patches, predict)
             variance, mean = torch.var_mean(true, dim=-1, keepdim=True)
             painted = painted * (variance + 1e-6).sqrt() + mean
         kept = gather_tokens(patches, keep)
         masked = torch.zeros_like(patches).scatter(1, keep[..., None].expand_as(kept), kept)
-        filled = masked.scatter(1, asked[..., None].expand_as(painted), painted)
+        filled = masked.scatter(1, predict[..., None].expand_as(painted), painted)
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         return {
             "image": images,

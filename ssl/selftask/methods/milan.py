@@ -135,7 +135,7 @@ class PromptingNetwork(Network):
         features = self.extract(images, keep=mask.keep)
         encoded = torch.cat([features.tokens.class_token, features.patches], dim=1)
         grid = adapter_of(self.backbone).grid(*images.shape[-2:])
-        predicted = self.head(encoded, mask.keep, mask.asked[:, 0], grid)
+        predicted = self.head(encoded, mask.keep, mask.predict[:, 0], grid)
         return PatchOutput(predicted, features, mask)
 
 
@@ -160,13 +160,13 @@ class PromptingDecoder(MemoryPredictor):
         self.embed = nn.Linear(embed_dim, dim)
         self.blocks = nn.ModuleList(PromptedBlock(dim, num_heads) for _ in range(depth))
 
-    def forward(self, encoded: Tensor, keep: Tensor, asked: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
+    def forward(self, encoded: Tensor, keep: Tensor, predict: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
         """Predict the features of class token, kept and masked patches.
 
         Args:
             encoded: (B, 1 + K, E), class token and kept patches.
             keep: (B, K) indices of the kept patches.
-            asked: (B, Q) indices of the masked patches.
+            predict: (B, Q) indices of the masked patches.
             grid: Rows and columns of patches.
 
         Returns:
@@ -174,7 +174,7 @@ class PromptingDecoder(MemoryPredictor):
         """
         positions, embedded = self.positions_on(grid), self.embed(encoded)
         prompts = torch.cat([embedded[:, :1], embedded[:, 1:] + positions[keep]], dim=1)
-        x = self.mask_token + positions[asked]  # (B, Q, C)
+        x = self.mask_token + positions[predict]  # (B, Q, C)
         for block in self.blocks:
             x = block(x, prompts)
         return self.project(self.norm(torch.cat([prompts, x], dim=1)))

@@ -127,7 +127,7 @@ class MixMIM(KeptPatches):
         pixels, mask = patchify(batch.all_views[0], self.side), batch["mask"]
         if self.config.normalize_pixels:
             pixels = normalize(pixels)
-        hidden = gather_tokens(pixels, mask.asked[:, 0])
+        hidden = gather_tokens(pixels, mask.predict[:, 0])
         of_partner = gather_tokens(partners(pixels), mask.keep)
         batch["pixels"] = torch.cat([hidden, of_partner], dim=1)
 
@@ -161,12 +161,12 @@ class MixedNetwork(Network):
 
     def forward(self, inputs: tuple[Tensor, Kept]) -> PatchOutput:  # type: ignore[override]
         images, mask = inputs
-        keep, filled, hidden = mask.keep, mask.asked[:, 0], hidden_squares(mask)
+        keep, filled, hidden = mask.keep, mask.predict[:, 0], hidden_squares(mask)
         features = self.extract(mix(images, hidden), groups=hidden)
         patches, grid = features.patches, features.tokens.grid
         predicted = [
-            self.head(gather_tokens(patches, seen), seen, asked[:, None], grid=grid)[:, 0]
-            for seen, asked in ((keep, filled), (filled, keep))
+            self.head(gather_tokens(patches, seen), seen, predict[:, None], grid=grid)[:, 0]
+            for seen, predict in ((keep, filled), (filled, keep))
         ]
         return PatchOutput(torch.cat(predicted, dim=1), features, mask)
 
@@ -179,7 +179,7 @@ def partners(rows: Tensor) -> Tensor:
 
 def hidden_squares(mask: Kept) -> Tensor:
     """Return (B, N) bool, True for the squares that the partner fills."""
-    return is_hidden(mask.keep, mask.keep.shape[1] + mask.asked.shape[2])
+    return is_hidden(mask.keep, mask.keep.shape[1] + mask.predict.shape[2])
 
 
 def mix(images: Tensor, hidden: Tensor) -> Tensor:

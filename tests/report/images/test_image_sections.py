@@ -138,7 +138,7 @@ def test_a_perfect_prediction_is_the_image(trained: Task) -> None:
     assert torch.allclose(shown["reconstruction"], shown["image"], atol=1e-4)
     hidden = (shown["masked"] == 0).all(dim=1)
     mask = batch["mask"]
-    share = mask.asked.shape[2] / mask.keep.shape[1]
+    share = mask.predict.shape[2] / mask.keep.shape[1]
     assert hidden.float().mean() >= share / (1 + share) - 1e-6
     assert torch.equal(shown["masked"][0][:, ~hidden[0]], shown["image"][0][:, ~hidden[0]])
 

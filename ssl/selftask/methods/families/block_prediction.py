@@ -140,8 +140,8 @@ class BlockPrediction(Method):
         """
         if grid != self.masks.grid:  # view size differs from that of the backbone
             self.masks = self.build_masks(grid)
-        (keep, padding), (asked, asked_padding) = self.masks.draw(seed, key)
-        return keep, asked, padding, asked_padding
+        (keep, padding), (predict, predict_padding) = self.masks.draw(seed, key)
+        return keep, predict, padding, predict_padding
 
     def teacher_patches(self, images: Tensor) -> Tensor:
         """Return the teacher's features of all patches (B, N, D), without gradients."""
@@ -153,7 +153,7 @@ class BlockPrediction(Method):
         They are the teacher's features of the whole image, normalized over D.
         """
         batch = task.last_batch
-        indices = batch["mask"].asked  # (B, M, Q)
+        indices = batch["mask"].predict  # (B, M, Q)
         features = to_float32(self.teacher_patches(batch.all_views[0]))  # (B, N, D)
         features = F.layer_norm(features, features.shape[-1:])
         features = gather_tokens(features, indices.flatten(1))
@@ -166,7 +166,7 @@ class BlockPrediction(Method):
         """
         predicted = to_float32(output.prediction)  # (B, M, Q, D)
         distance = self.distance(predicted, batch["features"], reduction="none")
-        inside = ~batch["mask"].asked_padding  # (B, M, Q)
+        inside = ~batch["mask"].predict_padding  # (B, M, Q)
         of_patch = distance.mean(dim=3) * inside  # (B, M, Q)
         of_block = of_patch.sum(dim=2) / inside.sum(dim=2)  # (B, M)
         return of_block.mean()
@@ -175,9 +175,9 @@ class BlockPrediction(Method):
         """Return the image, its context, and each target block."""
         images, mask = batch.input
         blocks = {"context": (mask.keep, mask.padding)}
-        for block in range(mask.asked.shape[1]):
+        for block in range(mask.predict.shape[1]):
             name = f"target {block + 1}"
-            blocks[name] = (mask.asked[:, block], mask.asked_padding[:, block])
+            blocks[name] = (mask.predict[:, block], mask.predict_padding[:, block])
         shown = {
             name: hide_patches(images, ~mask_of(rows, unused, self.masks.num_patches))
             for name, (rows, unused) in blocks.items()

@@ -214,12 +214,12 @@ class Kept(NamedTuple):
 
     keep: Tensor
     """(B, K), indices of the encoded patches."""
-    asked: Tensor
+    predict: Tensor
     """(B, M, Q), indices of the patches to predict."""
     padding: Tensor | None = None
     """(B, K) bool, True for padding in ``keep``."""
-    asked_padding: Tensor | None = None
-    """(B, M, Q) bool, True for padding in ``asked``."""
+    predict_padding: Tensor | None = None
+    """(B, M, Q) bool, True for padding in ``predict``."""
 
 
 class KeptPatches(MaskedPatches):
@@ -280,7 +280,7 @@ class KeptPatches(MaskedPatches):
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the images, and copies in which patches that are not encoded are 0."""
         images, keep = batch.all_views[0], batch["mask"].keep
-        num_patches = keep.shape[1] + batch["mask"].asked[0].numel()
+        num_patches = keep.shape[1] + batch["mask"].predict[0].numel()
         hidden = keep.new_ones(len(keep), num_patches, dtype=torch.bool).scatter(1, keep, False)
         return {"image": images, "masked": hide_patches(images, hidden)}
 
@@ -297,9 +297,9 @@ class KeptNetwork(Network):
         predicted: Tensor = self.head(
             features.tokens.sequence,
             mask.keep,
-            mask.asked,
+            mask.predict,
             padding=mask.padding,
-            asked_padding=mask.asked_padding,
+            predict_padding=mask.predict_padding,
             grid=adapter_of(self.backbone).grid(*images.shape[-2:]),
         )
         return PatchOutput(predicted, features, mask)

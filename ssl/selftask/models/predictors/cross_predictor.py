@@ -50,23 +50,23 @@ class CrossPredictor(nn.Module):
         )
         self.norm = nn.RMSNorm(dim, eps=1e-5, elementwise_affine=False)
 
-    def forward(self, encoded: Tensor, keep: Tensor, asked: Tensor, grid: Grid) -> Tensor:
+    def forward(self, encoded: Tensor, keep: Tensor, predict: Tensor, grid: Grid) -> Tensor:
         """Predict features of patches.
 
         Args:
             encoded: (B, P + K, E), prefix tokens and the patches ``keep``.
             keep: (B, K) indices of the encoded patches.
-            asked: (B, Q) indices of the patches to predict.
+            predict: (B, Q) indices of the patches to predict.
             grid: Rows and columns of patches.
 
         Returns:
             (B, Q, D).
         """
         context_rope = self.rope.of_kept(grid, keep, None)  # (B, 1, R + K, 2 * F)
-        asked_rope = self.rope.of_kept(grid, asked, None)[:, :, self.num_registers :]
-        x = self.mask_token.expand(*asked.shape, -1)
+        query_rope = self.rope.of_kept(grid, predict, None)[:, :, self.num_registers :]
+        x = self.mask_token.expand(*predict.shape, -1)
         for block in self.blocks:
-            x = block(x, asked_rope, encoded, context_rope)
+            x = block(x, query_rope, encoded, context_rope)
         return self.norm(x)
 
 

@@ -53,18 +53,18 @@ class MemoryPredictor(GridPositions):
         self.norm = _norm(dim)
         self.project = nn.Linear(dim, num_out)
 
-    def forward(self, layers: Sequence[Tensor], asked: Tensor, grid: Grid) -> Tensor:
+    def forward(self, layers: Sequence[Tensor], predict: Tensor, grid: Grid) -> Tensor:
         """Predict patches from the outputs of L encoder layers.
 
         Args:
             layers: L tensors (B, P + K, E); one if they are not mixed.
-            asked: (B, Q) indices of the patches to predict.
+            predict: (B, Q) indices of the patches to predict.
             grid: Rows and columns of patches.
 
         Returns:
             (B, Q, num_out).
         """
-        x = self.mask_token + self.positions_on(grid)[asked]  # (B, Q, D)
+        x = self.mask_token + self.positions_on(grid)[predict]  # (B, Q, D)
         read = [*layers] * len(self.blocks)
         if self.mixture is not None:
             read = [*torch.einsum("dl,lbke->dbke", self.mixture, torch.stack([*layers]))]

@@ -68,10 +68,10 @@ class PatchPredictor(GridPositions):
         self,
         encoded: Tensor,
         keep: Tensor,
-        asked: Tensor,
+        predict: Tensor,
         *,
         padding: Tensor | None = None,
-        asked_padding: Tensor | None = None,
+        predict_padding: Tensor | None = None,
         grid: Grid | None = None,
     ) -> Tensor:
         """Predict the patches of each of M groups separately.
@@ -79,41 +79,41 @@ class PatchPredictor(GridPositions):
         Args:
             encoded: (B, P + K, E), prefix tokens and the patches ``keep``.
             keep: (B, K) indices of the encoded patches.
-            asked: (B, M, Q) indices of the patches to predict.
+            predict: (B, M, Q) indices of the patches to predict.
             padding: (B, K) bool, True for padding in ``keep``, to which no token attends.
-            asked_padding: The same for ``asked``, (B, M, Q). Either has an effect only if both are
-                given.
+            predict_padding: The same for ``predict``, (B, M, Q). Either has an effect only if both
+                are given.
             grid: Rows and columns of patches; by default those of the constructor.
 
         Returns:
             (B, M, Q, num_out).
         """
         positions = self.positions if grid is None else self.positions_on(grid)
-        num_groups = asked.shape[1]
+        num_groups = predict.shape[1]
         context = self.embed(encoded)  # (B, P + K, D)
         num_prefix = context.shape[1] - keep.shape[1]
         context = torch.cat([context[:, :num_prefix], context[:, num_prefix:] + positions[keep]], 1)
         context = context.repeat_interleave(num_groups, dim=0)  # (B * M, P + K, D)
-        queries = self.mask_token + positions[asked.flatten(0, 1)]  # (B * M, Q, D)
+        queries = self.mask_token + positions[predict.flatten(0, 1)]  # (B * M, Q, D)
         x = torch.cat([context, queries], dim=1)
         attend = None
-        if padding is not None and asked_padding is not None:
+        if padding is not None and predict_padding is not None:
             each = padding.repeat_interleave(num_groups, dim=0)  # (B * M, K)
-            attend = attention_mask(torch.cat([each, asked_padding.flatten(0, 1)], 1), num_prefix)
+            attend = attention_mask(torch.cat([each, predict_padding.flatten(0, 1)], 1), num_prefix)
         for block in self.blocks:
             x = block(x, attn_mask=attend)
-        return self.read(x, keep, asked)
+        return self.read(x, keep, predict)
 
-    def read(self, tokens: Tensor, keep: Tensor, asked: Tensor) -> Tensor:
+    def read(self, tokens: Tensor, keep: Tensor, predict: Tensor) -> Tensor:
         """Return the predictions (B, M, Q, num_out) from the output tokens of the last block.
 
         Args:
             tokens: (B * M, P + K + Q, D): prefix tokens, encoded patches, patches to predict.
             keep: (B, K), as in ``forward``.
-            asked: (B, M, Q), as in ``forward``.
+            predict: (B, M, Q), as in ``forward``.
         """
-        output: Tensor = self.project(self.norm(tokens[:, -asked.shape[2] :]))  # (B * M, Q, out)
-        return output.view(*asked.shape, -1)
+        output: Tensor = self.project(self.norm(tokens[:, -predict.shape[2] :]))  # (B * M, Q, out)
+        return output.view(*predict.shape, -1)
 
 
 def transformer_blocks(dim: int, depth: int, num_heads: int) -> nn.Sequential:
