@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from selftask.checkpoint import rotation, store
 from selftask.config.checks.requirements import required
-from selftask.config.load import load_config
+from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
 from selftask.data.sources.digits import NUMBERS
@@ -118,13 +118,25 @@ def task(method: str, folder: Path, out: str | Path = "run", *more: str) -> Task
 
 
 def train(method: str, folder: Path, out: str | Path = "run", *more: str) -> Task:
-    """Train in this process; a stop by ``train.stop_at`` is fine."""
-    trained = task(method, folder, out, *more)
+    """Train the small task of ``method``."""
+    return loop(task(method, folder, out, *more))
+
+
+def loop(trained: Task) -> Task:
+    """Train a task in this process; a stop by ``train.stop_at`` is fine."""
     try:
         train_loop(trained)
     except Interrupted:
         assert trained.config.train.stop_at is not None
     return trained
+
+
+def loop_evaluated(trained: Task, evaluate: Callable[[Task], dict[str, float]]) -> Task:
+    """Train a task with an evaluation, in a folder with the config of the run."""
+    trained.evaluate = evaluate
+    trained.out.mkdir(exist_ok=True)
+    (trained.out / "config.yaml").write_text(to_yaml(trained.config))
+    return loop(trained)
 
 
 def command(

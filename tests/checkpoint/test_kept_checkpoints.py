@@ -16,10 +16,8 @@ from selftask.checkpoint import rotation, store
 from selftask.checkpoint.kept import FILE, Kept
 from selftask.checkpoint.writer import CheckpointWriter
 from selftask.cli.main import main
-from selftask.config.load import to_yaml
 from selftask.errors import RunError
 from selftask.task import Task
-from selftask.task.loop import Interrupted, train_loop
 
 FIGURES = {2: 0.3, 4: 0.7, 5: 0.7, 6: 0.2, 8: 0.7, 10: 0.5}  # what evaluations find after steps
 WORDS = (
@@ -37,14 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, out: str, *more: str) -> Task:
     """Ten tiny steps with evaluations whose figures are given."""
     task = tiny.task("simclr", folder, out, *WORDS, *more)
-    task.evaluate = lambda task: {"knn_top1": FIGURES.get(task.steps_done, 0.0)}
-    task.out.mkdir(exist_ok=True)
-    (task.out / "config.yaml").write_text(to_yaml(task.config))
-    try:
-        train_loop(task)
-    except Interrupted:
-        assert task.config.train.stop_at
-    return task
+    return tiny.loop_evaluated(task, lambda task: {"knn_top1": FIGURES.get(task.steps_done, 0.0)})
 
 
 def steps(out: Path) -> list[int]:

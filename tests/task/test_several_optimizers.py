@@ -26,7 +26,7 @@ from selftask.parallel.reduction import Reduction
 from selftask.random.keyed import uniform
 from selftask.registry import METHODS
 from selftask.task import Task
-from selftask.task.loop import Interrupted, train_loop
+from selftask.task.loop import train_loop
 
 LAYERS = "backbone={name: vit_micro, depth: 1, patch_size: 8}"  # without BatchNorm
 CRITIC = "optimizers.critic={name: adam, lr: 0.01, schedule: linear, match: loss.critic}"
@@ -56,11 +56,7 @@ def small(folder: Path, *more: str, out: str = "run") -> Task:
 
 def train(folder: Path, *more: str, out: str = "run") -> Task:
     task = small(folder, *more, out=out)
-    try:
-        train_loop(task)
-    except Interrupted:
-        assert task.config.train.stop_at is not None
-    return task
+    return tiny.loop(task)
 
 
 def by_hand(

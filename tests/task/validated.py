@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import tiny
-from selftask.config.load import to_yaml
 from selftask.evaluate.online import evaluate_task
 from selftask.task import Task
-from selftask.task.loop import Interrupted, train_loop
 
 LABELED = "meters.accuracy={topk: [1]}"
 
@@ -18,11 +16,4 @@ def train(method: str, folder: Path, out: str, *more: str, evaluate: Any = evalu
     """A tiny run with 40 images in ``data.val``."""
     val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}"
     task = tiny.task(method, folder, out, val, *tiny.extras("data.val", method), *more)
-    task.evaluate = evaluate
-    task.out.mkdir(exist_ok=True)
-    (task.out / "config.yaml").write_text(to_yaml(task.config))
-    try:
-        train_loop(task)
-    except Interrupted:
-        assert task.config.train.stop_at
-    return task
+    return tiny.loop_evaluated(task, evaluate)

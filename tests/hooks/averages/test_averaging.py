@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 import tiny
 from selftask.cli.main import main
-from selftask.config.load import to_yaml
 from selftask.data.loading.open_data import open_data
 from selftask.errors import ConfigError, UserError
 from selftask.evaluate.offline import evaluate_backbone
@@ -23,7 +22,6 @@ from selftask.hooks.base import Hook
 from selftask.models.weights.model_source import open_model
 from selftask.registry import register_hook
 from selftask.task import Task
-from selftask.task.loop import Interrupted, train_loop
 
 EMA = "hooks.ema={decay: 0.8, every: 2, buffers: average}"
 SWA = "hooks.swa={start: 40%, every: 2 steps, device: cpu}"
@@ -41,14 +39,7 @@ def train(folder: Path, out: str, *more: str, method: str = "byol") -> Task:
     val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 430)}"
     every = "eval.every='5 steps'"
     task = tiny.task(method, folder, out, val, KNN, every, "train.epochs=2", *more)
-    task.evaluate = evaluate_task
-    task.out.mkdir(exist_ok=True)
-    (task.out / "config.yaml").write_text(to_yaml(task.config))
-    try:
-        train_loop(task)
-    except Interrupted:
-        assert task.config.train.stop_at
-    return task
+    return tiny.loop_evaluated(task, evaluate_task)
 
 
 def test_averages_are_those_of_the_papers(folder: Path) -> None:

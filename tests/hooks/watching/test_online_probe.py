@@ -23,7 +23,7 @@ from selftask.models.features.layer_outputs import LayerOutputs
 from selftask.models.features.pooled_layers import PooledLayers
 from selftask.models.linear_probes import LinearProbes
 from selftask.task import Task
-from selftask.task.loop import Interrupted, train_loop
+from selftask.task.loop import train_loop
 from selftask.train_steps.grad_cache import _forward
 
 PROBE = "hooks.online_probe={layers: [1], lr: [1, 3], k: 3, queue_size: 40}"
@@ -120,11 +120,7 @@ def train(folder: Path, out: str, *more: str, method: str = "simclr") -> Task:
     length = ("train.max_steps=9", "train.log_every=3")
     task = tiny.task(method, folder, out, val, *knn, *length, *more)
     task.evaluate = evaluate_task
-    try:
-        train_loop(task)
-    except Interrupted:
-        assert task.config.train.stop_at is not None
-    return task
+    return tiny.loop(task)
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
