@@ -16,8 +16,8 @@ import tiny
 from selftask.config.load import load_config
 from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
-from selftask.errors import ConfigError, UserError
-from selftask.optim.build import ScheduledOptimizer, build_optimizer
+from selftask.errors import ConfigError
+from selftask.optim.build import build_optimizer
 from selftask.optim.optimizers.lamb import LAMB
 from selftask.optim.optimizers.lion import Lion
 from selftask.optim.optimizers.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
@@ -373,33 +373,3 @@ def test_test_phases_see_averaged_weights(tmp_path: Path) -> None:
     task.prepare = lambda: None  # type: ignore[method-assign, assignment]
     train_loop(task)
     assert seen == [(True, True), (False, True), (True, False), (False, True)]
-
-
-class Returns:
-    def __init__(self, made: Any) -> None:
-        self.made = made
-
-    def build(self, groups: Any) -> Any:
-        return self.made
-
-
-class Takes(Returns):
-    def build(self, model: Any, lr: float) -> Any:  # type: ignore[override]
-        return None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (Returns(None), "an optimizer's build returned None, not a torch.optim.Optimizer"),
-        (Returns([0] * 99), r"an optimizer's build returned \[0, 0, [0, ]{73}, not a torch"),
-        (
-            Returns(torch.optim.SGD([torch.zeros(1)])),
-            "an optimizer's build returned one with 1 parameter groups instead of the 0 of its",
-        ),
-        (Takes(None), r"an optimizer's build is called with \(groups\), and takes \(model"),
-    ],
-)
-def test_a_build_that_makes_no_optimizer_is_named(options: Any, message: str) -> None:
-    with pytest.raises(UserError, match=rf"test_optimizers.py:\d+: {message}"):
-        ScheduledOptimizer(options.build, [], constant_options=True).prepare([])

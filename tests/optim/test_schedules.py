@@ -363,10 +363,7 @@ class Square(ScheduleConfig):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (
-            0.5,
-            r"test_schedules\.py:\d+: the curve of a schedule returned 0\.5; expected a f",
-        ),
+        (0.5, r"test_schedules\.py:\d+: the curve of a schedule returned 0\.5; expected a f"),
         (lambda where: None, "returned a function with the value None at 0; expected"),
     ],
 )

@@ -28,13 +28,12 @@ current folder register."""
 
 def main(argv: list[str]) -> int:
     """Print all explanations of each word; return 2 without words."""
-    words = [word for word in argv if not word.lstrip("+").startswith("import=")]
+    from selftask.config.compose.overrides import import_plugins
+
+    words = import_plugins(argv)
     if not words:
         print(USAGE)
         return 2
-    from selftask.config.compose.overrides import import_plugins
-
-    import_plugins(argv)
     width = shutil.get_terminal_size((100, 24)).columns
     for number, word in enumerate(words):
         texts = list(explanations(word, width)) or list(_variable_columns(word, width))

@@ -27,12 +27,11 @@ Row = tuple[str, str, str]  # name, summary, location
 
 def main(argv: list[str]) -> int:
     """Print the names of all kinds, or name, summary and file:line of the given kinds."""
-    kinds = [word for word in argv if not word.lstrip("+").startswith("import=")]
-    for kind in kinds:
-        check_known(kind, KINDS, f"there is no kind {kind!r}")
     from selftask.config.compose.overrides import import_plugins
 
-    import_plugins(argv)
+    kinds = import_plugins(argv)
+    for kind in kinds:
+        check_known(kind, KINDS, f"there is no kind {kind!r}")
     if not kinds:
         print("\n".join(overview(shutil.get_terminal_size((100, 24)).columns)))
         return 0

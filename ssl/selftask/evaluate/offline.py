@@ -98,7 +98,9 @@ def evaluate_backbone(
         row |= of_set(name, figures)
         if learning:
             chosen = [evaluations[key].args.get("only_test_classes", False) for key in learning]
-            facts = _report_labels(name, train, test, counts[name], tell, among=all(chosen))
+            facts = _report_labels(
+                name, train, test, counts[name], tell, only_test_classes=all(chosen)
+            )
             row |= of_set(name, facts)
         else:
             row |= of_set(name, {"test_images": len(test)})
@@ -136,18 +138,18 @@ def _report_labels(
     expected: LabelCounts | None,
     tell: Callable[[str], None],
     *,
-    among: bool,
+    only_test_classes: bool,
 ) -> dict[str, float]:
     """Report the label counts of the readable images of a test set, and return their facts.
 
-    ``among`` is whether all evaluations predict only classes with test images.
+    ``only_test_classes`` is whether all evaluations predict only classes with test images.
     """
     counts = LabelCounts.of_targets(
         train.targets,
         test.targets,
         names=None if expected is None else expected.names,
         leave_one_out=test is train,
-        only_test_classes=among,
+        only_test_classes=only_test_classes,
     )
     tell(f"{name}: {counts.describe()}" if name else counts.describe())
     return counts.facts()

@@ -15,10 +15,11 @@ import torchvision
 from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
+from selftask.config.load import load_config
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.backbones.norms import GhostBatchNorm2d
-from selftask.models.build import build_backbone, embed_dim, with_embed_dim
+from selftask.models.build import build_backbone, check_offers, embed_dim, with_embed_dim
 from selftask.models.weights.load import load_weights
 from selftask.registry import (
     BACKBONES,
@@ -324,3 +325,12 @@ def test_frozen_norm_keeps_the_statistics_of_loaded_weights() -> None:
     torch.testing.assert_close(
         frozen.stages[0].bn1.running_mean, trained.stages[0].bn1.running_mean
     )
+
+
+def test_offers_without_a_method_extract_are_told() -> None:
+    class Half(nn.Flatten):
+        offers = ("dense",)
+
+    config = load_config("densecl/digits", [])
+    with pytest.raises(UserError, match=r"py:\d+: Half has an attribute `offers` and no method"):
+        check_offers(Half(), config)

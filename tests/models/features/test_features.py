@@ -15,12 +15,11 @@ from timm.models import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from selftask.config.load import load_config
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.backbones.libraries import Torchvision
 from selftask.models.backbones.small_resnet import SmallResNet
-from selftask.models.build import build_backbone, check_offers
+from selftask.models.build import build_backbone
 from selftask.models.features.extract import FeatureExtractor, adapter_of, extract, offers, pooled
 from selftask.models.features.tokens import Features, from_map
 from selftask.models.weights.load import load_weights
@@ -363,15 +362,6 @@ def test_a_module_of_ones_own_takes_part() -> None:
     assert offers(_Colors()) == {"dense"}
     with pytest.raises(UserError, match="a _Colors takes no layers"):
         extract(_Colors(), images, layers=(0,))
-
-
-def test_offers_without_a_method_extract_are_told() -> None:
-    class Half(nn.Flatten):
-        offers = ("dense",)
-
-    config = load_config("densecl/digits", [])
-    with pytest.raises(UserError, match=r"py:\d+: Half has an attribute `offers` and no method"):
-        check_offers(Half(), config)
 
 
 def test_what_a_backbone_cannot_do_is_told() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -88,8 +88,11 @@ def _is_value(text: str) -> bool:
     return "=" not in text and not text.startswith(("-", "~"))
 
 
-def import_plugins(overrides: Iterable[str]) -> None:
+def import_plugins(overrides: Sequence[str]) -> list[str]:
     """Import the plug-ins of installed packages and the modules of ``import=``.
+
+    Returns:
+        The other overrides.
 
     Raises:
         ConfigError: If an import fails, with the line that failed.
@@ -99,6 +102,7 @@ def import_plugins(overrides: Iterable[str]) -> None:
     modules = last_value(parse_overrides(words)[0], ("import",))
     if modules:
         import_extensions(modules, [Path.cwd()], "command line")
+    return [text for text in overrides if text not in words]
 
 
 def last_value(overrides: list[Override], key: Key) -> Any:

@@ -79,7 +79,7 @@ class WeightAverage(Hook):
         buffers = network.named_buffers() if self.buffers == "average" else ()
         averaged = {name: b for name, b in buffers if name in saved and b.is_floating_point()}
         current = {**parameters, **averaged}
-        start = {**current, **(values or {})}  # ``buffers`` may have been another
+        start = {**current, **(values or {})}  # it may have been saved with another ``buffers``
         self.weights = {
             name: start[name].detach().to("cpu" if self.device == "cpu" else now.device, copy=True)
             for name, now in current.items()
