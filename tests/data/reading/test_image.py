@@ -26,14 +26,14 @@ ODD_IMAGES = Path(__file__).parents[4] / "shared" / "data" / "odd_images"
 
 
 @pytest.fixture
-def picture() -> Image.Image:
+def rgb() -> Image.Image:
     """A 12x8 RGB image without any symmetry."""
     ramp = np.arange(8 * 12 * 3, dtype=np.uint8).reshape(8, 12, 3)
     return Image.fromarray(ramp)
 
 
-def test_orientation_is_undone(picture: Image.Image, tmp_path: Path) -> None:
-    pixels = np.asarray(picture)
+def test_orientation_is_undone(rgb: Image.Image, tmp_path: Path) -> None:
+    pixels = np.asarray(rgb)
     stored = {  # what a camera would store for each orientation, so that upright is `pixels`
         1: pixels,
         2: pixels[:, ::-1],
@@ -58,11 +58,11 @@ def test_orientation_is_undone(picture: Image.Image, tmp_path: Path) -> None:
         assert np.abs(upright[8::16, 8::16].astype(int) - pixels).max() <= 6, orientation
 
 
-def test_orientation_behind_long_blocks_is_undone(picture: Image.Image) -> None:
+def test_orientation_behind_long_blocks_is_undone(rgb: Image.Image) -> None:
     """Photoshop's block, which ImageMagick writes first, and those of XMP can be long."""
     file, exif = io.BytesIO(), Image.Exif()
     exif[0x0112] = 6
-    picture.save(file, "JPEG", exif=exif, quality=95, subsampling=0)
+    rgb.save(file, "JPEG", exif=exif, quality=95, subsampling=0)
     data = file.getvalue()
     block = b"\xff\xed" + (50_002).to_bytes(2, "big") + bytes(50_000)
     expected = decode_image(data, "turned.jpg")
@@ -70,18 +70,18 @@ def test_orientation_behind_long_blocks_is_undone(picture: Image.Image) -> None:
     assert np.array_equal(decode_image(data[:2] + 2 * block + data[2:], "long.jpg"), expected)
 
 
-def test_orientation_is_that_of_xmp_and_of_opened_images_too(picture: Image.Image) -> None:
+def test_orientation_is_that_of_xmp_and_of_opened_images_too(rgb: Image.Image) -> None:
     """Some editors write no EXIF; items of data sets are often opened images."""
     file, exif = io.BytesIO(), Image.Exif()
     xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
-    picture.save(file, "JPEG", xmp=xmp, quality=95, subsampling=0)
+    rgb.save(file, "JPEG", xmp=xmp, quality=95, subsampling=0)
     with Image.open(file) as opened:
         expected = np.rot90(np.asarray(opened), -1)
         assert np.array_equal(as_pixels(opened), expected)
     assert np.array_equal(decode_image(file.getvalue(), "xmp.jpg"), expected)
     exif[0x0112] = 6
-    picture.save(file := io.BytesIO(), "PNG", exif=exif)
-    assert np.array_equal(as_pixels(Image.open(file)), np.rot90(np.asarray(picture), -1))
+    rgb.save(file := io.BytesIO(), "PNG", exif=exif)
+    assert np.array_equal(as_pixels(Image.open(file)), np.rot90(np.asarray(rgb), -1))
 
 
 def test_16_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
@@ -97,22 +97,22 @@ def test_16_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "mode", ["1", "L", "P", "LA", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F", "La", "RGBa"]
 )
-def test_every_mode_becomes_rgb(mode: str, picture: Image.Image) -> None:
+def test_every_mode_becomes_rgb(mode: str, rgb: Image.Image) -> None:
     through = {"La": "LA", "RGBa": "RGBA", "HSV": "RGB"}.get(mode)
-    image = (picture.convert(through) if through else picture).convert(mode)
+    image = (rgb.convert(through) if through else rgb).convert(mode)
     assert to_rgb(image).shape == (8, 12, 3)
     assert to_rgb(image).dtype == np.uint8
 
 
-def test_gray_modes_keep_their_values(picture: Image.Image) -> None:
-    gray = picture.convert("L")
+def test_gray_modes_keep_their_values(rgb: Image.Image) -> None:
+    gray = rgb.convert("L")
     for mode in ("LA", "F"):
         assert np.array_equal(to_rgb(gray.convert(mode))[..., 1], np.asarray(gray))
     shares = Image.fromarray(np.asarray(gray, dtype=np.float32) / np.float32(np.max(gray)))
     expected = np.rint(np.asarray(gray) * (255 / np.max(gray)))
     assert np.abs(to_rgb(shares)[..., 1] - expected).max() <= 1, "floats of at most 1"
     for mode, through in (("La", "LA"), ("RGBa", "RGBA")):  # premultiplied by alpha
-        opaque = picture.convert(through)
+        opaque = rgb.convert(through)
         opaque.putalpha(128)
         colors = np.asarray(opaque.convert("RGB")).astype(int)
         assert np.abs(to_rgb(opaque.convert(mode)) - colors).max() <= 2, mode
@@ -150,9 +150,9 @@ def test_first_frame_of_an_animation(tmp_path: Path) -> None:
     assert read_image(str(tmp_path / "a.gif"))[0, 0].tolist() == [255, 0, 0]
 
 
-def test_content_decides_not_the_name(picture: Image.Image, tmp_path: Path) -> None:
-    picture.save(tmp_path / "x.jpg", format="PNG")
-    assert np.array_equal(read_image(str(tmp_path / "x.jpg")), np.asarray(picture))
+def test_content_decides_not_the_name(rgb: Image.Image, tmp_path: Path) -> None:
+    rgb.save(tmp_path / "x.jpg", format="PNG")
+    assert np.array_equal(read_image(str(tmp_path / "x.jpg")), np.asarray(rgb))
 
 
 def test_truncated_and_foreign_files_are_bad(tmp_path: Path) -> None:
