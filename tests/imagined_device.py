@@ -151,8 +151,8 @@ class ImaginedDevice(TorchDispatchMode):
 
     ``waits`` lists where the host would have waited for it: ``file:line``, source and operation;
     ``races`` lists uses of a tensor on a stream that has not waited for the one that made it, or
-    without ``record_stream``; ``nondeterministic`` lists operations that would raise an error on
-    CUDA, if ``torch.use_deterministic_algorithms`` is in effect.
+    without ``record_stream``; ``nondeterministic`` what would raise an error on CUDA under
+    ``torch.use_deterministic_algorithms``; ``doubles`` results in float64, which MPS refuses.
     """
 
     def __init__(self) -> None:
@@ -160,6 +160,7 @@ class ImaginedDevice(TorchDispatchMode):
         self.waits: list[str] = []
         self.races: list[str] = []
         self.nondeterministic: list[str] = []
+        self.doubles: list[str] = []
 
     def __enter__(self) -> ImaginedDevice:
         _register()
@@ -238,6 +239,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     def wrapped(value: Any) -> Any:
         is_new = type(value) is Tensor and id(value) not in same
         made = OnDevice(value) if is_new else same.get(id(value), value)
+        for mode in entered if is_new and value.dtype == torch.float64 else ():
+            mode.doubles.append(f"{place()}: {func}")
         if op is aten.scalar_tensor:
             _numbers.add(made)
         return made
@@ -258,8 +261,6 @@ def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
 
 
 _pinned: Any = weakref.WeakValueDictionary()  # tensors in page-locked memory, by their storage
-
-
 _numbers: weakref.WeakSet[Any] = weakref.WeakSet()  # made of numbers of Python by an assignment
 
 

@@ -225,6 +225,8 @@ def test_what_the_least_code_of_ones_own_needs(
         ("weight: float = 'heavy'", "the default weight='heavy': expected a number"),
         ("most: float = float('inf')", "the default most=inf: expected a number between"),
         ("shift: int = setting(-1, min=0)", "the default shift=-1: must be at least 0"),
+        ("folder: Path = Path('a')", r"the default folder=PosixPath\('a'\): a config has text, "),
+        ("anything: Any = Path('a')", r"the default anything=PosixPath\('a'\): a config has text"),
         ("later: float = None", None),
         ("items: 'collections.abc.Sequence[int]' = (1, 2)", None),
     ],
@@ -239,6 +241,7 @@ def test_a_default_that_no_config_may_have_is_refused(
     """It would be in the run's own config, which no command could then read."""
     code = (
         "import collections.abc\nfrom dataclasses import dataclass\n"
+        "from pathlib import Path\nfrom typing import Any\n"
         "from selftask.config.fields import setting\nfrom selftask.hooks.base import Hook\n"
         "from selftask.registry import register_hook\n"
         f'@register_hook("odd")\n@dataclass(eq=False)\nclass Odd(Hook):\n    {line}\n'
@@ -249,7 +252,7 @@ def test_a_default_that_no_config_may_have_is_refused(
     if message is None:
         load_config("simclr/digits", words)
         return
-    with pytest.raises(UserError, match=rf"the Config of odd \(odd_default\.py:6\): {message}"):
+    with pytest.raises(UserError, match=rf"the Config of odd \(odd_default\.py:8\): {message}"):
         load_config("simclr/digits", words)
 
 

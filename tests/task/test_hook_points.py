@@ -180,16 +180,27 @@ def test_the_public_attributes_of_a_task_exist(tmp_path: Path) -> None:
     task.close()
 
 
-class Unplain(Hook):
+class Stateful(Hook):
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": {1, 2}}
+        return self.state
 
 
-def test_a_state_that_no_checkpoint_holds_is_named_with_its_hook(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"seen": {1, 2}}, r"state_dict of hooks\.mine\.seen is a set: checkpoints hold"),
+        (None, r"state_dict of hooks\.mine returned a NoneType: a dict is expected"),
+    ],
+)
+def test_a_state_that_no_checkpoint_holds_is_named_with_its_hook(
+    state: Any, message: str, tmp_path: Path
+) -> None:
     task = tiny.task("simclr", tmp_path)
-    task.add_hook(Unplain(), "mine")
+    task.add_hook(Stateful(state), "mine")
     task.prepare()
-    match = r"test_hook_points.py:\d+: state_dict of hooks.mine.seen is a set: checkpoints hold"
-    with pytest.raises(UserError, match=match):
+    with pytest.raises(UserError, match=rf"test_hook_points.py:\d+: {message}"):
         task.state_dict()
     task.close()

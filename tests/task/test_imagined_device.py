@@ -21,6 +21,8 @@ from bench.launches import BOUND, count_parts
 from imagined_device import NAME, ImaginedDevice, MixedDevices, OnDevice, in_process
 from imagined_losses import Checked
 from selftask.batch import Batch
+from selftask.distributed import accelerator
+from selftask.evaluate.dense.confusion import Confusion
 from selftask.evaluate.online import evaluate_task
 from selftask.optim.gradients import clip_norm
 from selftask.registry import METHODS, TRAIN_STEPS
@@ -371,3 +373,28 @@ def planted_half(folder: Path) -> list[str]:
 def test_a_loss_in_half_precision_is_seen(tmp_path: Path) -> None:
     problems = in_process(planted_half, tmp_path)
     assert problems and all("(output * output)" in problem for problem in problems)
+
+
+def doubles(method: str, folder: Path, *more: str) -> list[str]:
+    """Return operations in float64 of a run on a device that has none, as MPS."""
+    with ImaginedDevice() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "_WITHOUT_FLOAT64", (NAME,))
+        words = ["train.device=auto", f"data.val={tiny.digits_file(folder)}"]
+        tiny.train(method, folder, "run", *words, *more)
+        counts = Confusion(3, NAME)
+        counts.add(torch.tensor([0, 1, 2], device=NAME), torch.tensor([0, 1, 1], device=NAME))
+        assert counts.metrics()["accuracy"] == pytest.approx(2 / 3)
+        return device.doubles
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("simclr", ["eval.loss=true", "hooks.precise_bn={batches: 2, batch_size: 4}"]),
+        pytest.param("supervised", ["eval.test_every=1"], marks=pytest.mark.slow),
+        pytest.param("sela", [], marks=pytest.mark.slow),
+        pytest.param("npid", [], marks=pytest.mark.slow),
+    ],
+)
+def test_a_device_without_float64(method: str, more: list[str], tmp_path: Path) -> None:
+    assert in_process(doubles, method, tmp_path, *more) == []

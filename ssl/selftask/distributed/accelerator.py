@@ -15,6 +15,7 @@ import torch
 
 _PINNED = ("cuda", "xpu")  # asynchronous copies from page-locked host memory
 _CHANNELS_LAST = ("cuda",)  # the tensor cores' order of a convolution's operands
+_WITHOUT_FLOAT64 = ("mps",)
 _STATISTICS = {
     f"{kind}{suffix}": f"{kind}_bytes.all.{which}"
     for kind in ("allocated", "reserved")
@@ -59,6 +60,16 @@ def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 def prefers_channels_last(device: torch.device) -> bool:
     """Return True if convolutions on the device are faster with ``torch.channels_last``."""
     return device.type in _CHANNELS_LAST
+
+
+def to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in float64, on the CPU if its device has no float64 (MPS)."""
+    return (tensor if has_float64(tensor.device) else tensor.cpu()).double()
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return True if tensors on the device may be float64."""
+    return device.type not in _WITHOUT_FLOAT64
 
 
 def wait_for(device: torch.device) -> None:

@@ -222,4 +222,4 @@ def _scores(image: Tensor, view: Tensor, warp: Tensor, thresholds: list[float]) 
     correct = [(distance <= torch.clamp(nearest + 1e-6, min=t)).float() for t in thresholds]
     matched = [part.gather(1, match[:, None]) for part in (*correct, distance)]
     shares = [part.mean() for part in (*matched[:-1], *correct, matched[-1])]
-    return torch.stack(shares).double().cpu()
+    return torch.stack(shares).cpu().double()

@@ -18,7 +18,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
-from selftask.distributed.accelerator import forked_rng
+from selftask.distributed.accelerator import forked_rng, to_float64
 from selftask.errors import UserError
 from selftask.evaluate.dense.depth_maps import UNKNOWN, DepthImages
 from selftask.evaluate.dense.heads import (
@@ -193,8 +193,8 @@ def metrics(predicted: Tensor, depth: Tensor, counts: Tensor) -> Tensor:
         depth: True depths (S, S).
         counts: True for pixels that count (S, S).
     """
-    guess, true = predicted[counts].double(), depth[counts].double()
+    guess, true = to_float64(predicted[counts]), to_float64(depth[counts])
     error = guess - true
     close = torch.maximum(guess / true, true / guess) < 1.25
-    rows = (error.square().mean().sqrt(), (error.abs() / true).mean(), close.double().mean())
+    rows = (error.square().mean().sqrt(), (error.abs() / true).mean(), close.to(error).mean())
     return torch.stack(rows)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from selftask.data.data_module import val_key
-from selftask.distributed.accelerator import forked_rng
+from selftask.distributed.accelerator import forked_rng, to_float64
 from selftask.distributed.collectives import all_reduce_mean, world_size
 from selftask.errors import UserError
 from selftask.models.eval_mode import in_eval_mode
@@ -44,7 +44,7 @@ def validation_loss(task: Task, name: str = "") -> dict[str, float]:
         for batch in task.data_module.val_batches(name):
             forward_without_hooks(task, batch)
             for term, value in {"loss": batch.local_loss, **batch.terms}.items():
-                sums[term] = sums.get(term, 0.0) + value.detach().double()
+                sums[term] = sums.get(term, 0.0) + to_float64(value.detach())
             batches += 1
     terms = sorted(sums)
     means = all_reduce_mean(torch.stack([sums[term] for term in terms]) / batches)

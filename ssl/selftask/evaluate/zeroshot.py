@@ -129,7 +129,7 @@ def embed_classes(model: ImageTextModel, prompts: Mapping[str, Sequence[str]]) -
     texts = [text for of_class in prompts.values() for text in of_class]
     with in_eval_mode(model):
         parts = [
-            F.normalize(model.embed_texts(texts[n : n + _TEXTS]).double().cpu(), dim=1)
+            F.normalize(model.embed_texts(texts[n : n + _TEXTS]).cpu().double(), dim=1)
             for n in range(0, len(texts), _TEXTS)
         ]
     means = [p.mean(dim=0) for p in torch.cat(parts).split([*map(len, prompts.values())])]

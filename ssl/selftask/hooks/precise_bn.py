@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from selftask.config.fields import setting
 from selftask.data.data_module import DataModule
+from selftask.distributed.accelerator import to_float64
 from selftask.distributed.collectives import all_reduce_sum, rank, world_size
 from selftask.hooks.base import Hook, Task
 from selftask.parallel.sync_batch_norm import separate_batch_norm
@@ -100,6 +101,6 @@ def _set_statistics(model: nn.Module, inputs: Iterator[Tensor], number: int) -> 
         mean, var = norm.running_mean, norm.running_var
         assert mean is not None
         assert var is not None
-        both = all_reduce_sum(torch.stack([mean, var + mean.square()]).double() * share)
-        norm.running_mean = both[0].to(mean.dtype)
-        norm.running_var = (both[1] - both[0].square()).to(var.dtype)
+        both = all_reduce_sum(to_float64(torch.stack([mean, var + mean.square()])) * share)
+        norm.running_mean = both[0].to(mean)
+        norm.running_var = (both[1] - both[0].square()).to(var)

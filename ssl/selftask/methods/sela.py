@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.distributed.accelerator import to_float64
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.errors import UserError
 from selftask.logs import get_logger
@@ -157,7 +158,7 @@ def balanced_labels(logits: Tensor, *, sharpness: float) -> Tensor:
     Returns:
         (N / W,) int64.
     """
-    scores = sharpness * logits.double().log_softmax(dim=1)  # (N / W, K)
+    scores = sharpness * to_float64(logits).log_softmax(dim=1)  # (N / W, K)
     num_images = float(all_reduce_sum(scores.new_tensor(len(scores))))
     of_image = torch.full_like(scores[:, 0], -math.log(num_images))
     iteration, change = 0, math.inf
@@ -169,4 +170,4 @@ def balanced_labels(logits: Tensor, *, sharpness: float) -> Tensor:
             ratio = (of_image - renewed).exp()
             change = float(all_reduce_sum((ratio - 1).abs().sum()))
         of_image, iteration = renewed, iteration + 1
-    return (scores + of_label).argmax(dim=1)
+    return (scores + of_label).argmax(dim=1).to(logits.device)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selftask.distributed.accelerator import copy_to
+from selftask.distributed.accelerator import copy_to, has_float64
 from selftask.random.splitmix import as_signed, shift_right, splitmix64
 
 _METHOD = 0x6D6574686F64  # "method": separates these draws from other uses of the same seed
@@ -164,7 +164,7 @@ class LayerDraws:
         if self._limits is None or self._limits.device != device:
             limits = [_limit(layer.probability) for layer in self._layers]
             self._limits = torch.tensor(limits, dtype=torch.int16).to(device)[:, None]  # (L, 1)
-            dtypes = _DTYPES[:3] if device.type == "mps" else _DTYPES  # MPS has no float64
+            dtypes = _DTYPES if has_float64(device) else _DTYPES[:3]
             self._scales = {dtype: self._scales_in(dtype).to(device) for dtype in dtypes}
         self.enter((0,))
         self.restart()

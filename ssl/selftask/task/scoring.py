@@ -10,6 +10,7 @@ import torch
 
 from selftask.batch import Batch
 from selftask.config.extensions.user_code import source_of
+from selftask.distributed.accelerator import to_float64
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.errors import UserError
 from selftask.hooks.base import Task
@@ -77,7 +78,7 @@ def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, f
     Returns:
         ``loss``, and the values of each meter as ``METER_VALUE``, where METER is its config key.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=task.device)  # loss, images
+    total = to_float64(torch.zeros(2, device=task.device))  # loss, images
     train, task.train = task.train, False
     for meter in task.meters:
         meter.reset()
@@ -90,11 +91,12 @@ def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, f
                     batch.output = task.loss.logits(batch.output)
                     see(batch)
                 images = len(batch.labels)
-                total += torch.stack([batch.local_loss.double() * images, total.new_tensor(images)])
+                loss = to_float64(batch.local_loss)
+                total += torch.stack([loss * images, total.new_tensor(images)])
     finally:
         task.train = train
-    loss, images = all_reduce_sum(total).tolist()
-    row = {"loss": loss / images}
+    sum_of_losses, images = all_reduce_sum(total).tolist()
+    row = {"loss": sum_of_losses / images}
     for key, meter in zip(task.config.meters, task.meters, strict=True):
         meter.sync_state()
         row |= {f"{key}_{name}": value for name, value in _values(meter).items()}

@@ -130,6 +130,9 @@ def _state_of_hook(task: Task, key: str, hook: Any) -> Any:
     classy.before_save(hook, task)
     state = hook.get_classy_state()
     try:
+        if not isinstance(state, dict):
+            kind = type(state).__name__
+            raise TypeError(f"state_dict of hooks.{key} returned a {kind}: a dict is expected")
         check_plain(state, f"state_dict of hooks.{key}")
     except TypeError as error:
         raise UserError(f"{source_of(type(hook))}: {error}") from None

@@ -10,6 +10,8 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import yaml
+
 from selftask.config.compose.provenance import show_path
 from selftask.config.config_class import config_class
 from selftask.config.fields import default_of
@@ -63,10 +65,14 @@ class Schema:
             is_plain = default is not None and not dataclasses.is_dataclass(default)
             if not is_plain or not field.init or "of" in field.metadata:
                 continue
+            problem = f"the Config of {self.owner}: the default {name}={default!r}"
             try:
+                yaml.safe_dump(default)
                 check_limits(convert(default, self.types[name]), field.metadata)
+            except yaml.representer.RepresenterError:
+                yield f"{problem}: a config has text, numbers, lists and key: value pairs only"
             except (Mismatch, ValueError) as error:
-                yield f"the Config of {self.owner}: the default {name}={default!r}: {error}"
+                yield f"{problem}: {error}"
             except UserError:  # an annotation that no value can be given for
                 continue
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftask.distributed.accelerator import to_float64
+
 
 class Confusion:
     """Confusion matrix (C, C) of pixels; rows are true classes, columns are predicted ones.
@@ -34,13 +36,13 @@ class Confusion:
 
     def iou(self) -> Tensor:
         """Return the IoU by class, float64 (C,); NaN for classes neither present nor predicted."""
-        counts = self.counts.double()
+        counts = to_float64(self.counts)
         hits = counts.diagonal()
         return hits / (counts.sum(dim=0) + counts.sum(dim=1) - hits)
 
     def recall(self) -> Tensor:
         """Return the accuracy of the pixels of each class, float64 (C,); NaN without pixels."""
-        counts = self.counts.double()
+        counts = to_float64(self.counts)
         return counts.diagonal() / counts.sum(dim=1)
 
     def metrics(self) -> dict[str, float]:
@@ -48,7 +50,7 @@ class Confusion:
 
         Classes whose ``iou`` or ``recall`` is NaN are left out of its mean.
         """
-        counts = self.counts.double()
+        counts = to_float64(self.counts)
         return {
             "miou": float(self.iou().nanmean()),
             "accuracy": float(counts.diagonal().sum() / counts.sum()),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.config.fields import setting
+from selftask.distributed.accelerator import to_float64
 from selftask.errors import join_some
 from selftask.hooks.base import Hook, Task
 from selftask.hooks.gradients.trained import parameters_of_optimizers, updated_parameters
@@ -231,7 +232,7 @@ def effective_rank(rows: Tensor) -> Tensor:
     rows are not finite, since the check of the loss then reports the cause. Products are in
     float64: with the rounding errors of float32, points on a line have a rank of 1.2 instead of 1.
     """
-    rows = (rows.cpu() if rows.device.type == "mps" else rows).double()  # MPS has no float64
+    rows = to_float64(rows)
     centered = rows - rows.mean(dim=0)
     gram = centered @ centered.T if len(rows) < rows.shape[1] else centered.T @ centered
     if not gram.isfinite().all():

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selftask.distributed.accelerator import to_float64
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.models.memory_bank import MemoryBank
 from selftask.models.precision import in_full_precision
@@ -35,7 +36,7 @@ def other_images(draws: Tensor, index: Tensor, num_images: int) -> Tensor:
     Returns:
         (B, K) int64.
     """
-    others = (draws.double() * (num_images - 1)).long()
+    others = (to_float64(draws) * (num_images - 1)).long().to(index.device)
     return others + (others >= index[:, None])
 
 
