@@ -137,6 +137,11 @@ def plural(noun: str, number: float) -> str:
     return noun if number == 1 else f"{noun}s"
 
 
+def with_noun(number: float, noun: str) -> str:
+    """Return a number with its noun, such as ``1 step`` or ``2 steps``."""
+    return f"{number} {plural(noun, number)}"
+
+
 def printable(text: str) -> str:
     """Return the text for a terminal: unprintable characters escaped, passwords masked.
 

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from selftask.errors import UserError, explained, plural
+from selftask.errors import UserError, explained, with_noun
 
 
 def read_rows(
@@ -30,6 +30,6 @@ def read_rows(
         reader = csv.DictReader(file, delimiter=delimiter, restval="")
         header, rows = reader.fieldnames or (), list(reader)
     if not rows or not {*columns} <= {*header}:
-        there = f"{','.join(header)!r:.100} and {len(rows)} {plural('row', len(rows))}"
+        there = f"{','.join(header)!r:.100} and {with_noun(len(rows), 'row')}"
         raise UserError(f"{prefix}: expected the columns {','.join(columns)} and rows; has {there}")
     return rows

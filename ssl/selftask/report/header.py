@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from selftask.config.values.budget import show_bytes
-from selftask.errors import plural
+from selftask.errors import with_noun
 from selftask.report.overview.durations import show_seconds
 from selftask.report.page import Section, relative_address, render
 from selftask.report.record import FILES, RunRecord
@@ -123,7 +123,7 @@ def _where(record: RunRecord) -> Iterable[tuple[str, str]]:
     yield "GPUs", ", ".join(f"{number} x {name}" for name, number in counted.items())
     cpus, memory = machine.get("cpus"), machine.get("memory_gib")
     cpu = [str(machine.get("cpu") or "")]
-    cpu += [f"{cpus} {plural('core', cpus)}"] if cpus else []
+    cpu += [with_noun(cpus, "core")] if cpus else []
     cpu += [f"{memory:g} GiB"] if memory else []
     yield "CPU", ", ".join(filter(None, cpu))
     yield "host", str(machine.get("host") or "")

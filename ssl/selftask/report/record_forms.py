@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from selftask.errors import plural
+from selftask.errors import with_noun
 from selftask.files.received import (
     COUNT,
     NUMBER,
@@ -67,7 +67,7 @@ def numeric_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]
             continue
         wrong += any(name in _NUMBERS and row[name] is not None for name in others)
         kept.append(numbers)
-    return kept, f"{wrong} {plural('row', wrong)} with a text for a number" if wrong else ""
+    return kept, f"{with_noun(wrong, 'row')} with a text for a number" if wrong else ""
 
 
 def total_steps(steps: Any, epochs: Any, row: Mapping[str, Any]) -> int | None:

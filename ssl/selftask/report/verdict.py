@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from selftask.data.loading.data_stall import LONG_ENOUGH, TOO_MUCH, Cores, workers_advice
-from selftask.errors import plural
+from selftask.errors import with_noun
 from selftask.hooks.watching.limits import (
     CHANCE_STEPS,
     COLLAPSED,
@@ -117,7 +117,7 @@ def _learning(columns: Mapping[str, Column], record: RunRecord) -> tuple[Finding
         return Finding("bad", still), False
     last = columns["loss"].steps[-1]
     if len(columns["loss"].steps) < MIN_ROWS or last < FROM_STEP:
-        early = f"too early to say whether it learns: {last} {plural('step', last)}"
+        early = f"too early to say whether it learns: {with_noun(last, 'step')}"
         return Finding("plain", early), None
     loss, gain = _fall(columns["loss"]), _gain(record.rows)
     ratio = columns.get("chance_ratio")
@@ -319,7 +319,7 @@ def _evaluation_time(record: RunRecord) -> list[Finding]:
 def _interruptions(events: Sequence[Mapping[str, Any]]) -> list[Finding]:
     counts = Counter(event.get("event") for event in events)
     words = {"resumed": counts["resume"], "requeued": counts["requeue"]}
-    parts = [f"{word} {n} {plural('time', n)}" for word, n in words.items() if n]
+    parts = [f"{word} {with_noun(n, 'time')}" for word, n in words.items() if n]
     return [Finding("plain", ", ".join(parts))] if parts else []
 
 
@@ -328,7 +328,7 @@ def _warnings(events: Sequence[Mapping[str, Any]]) -> list[Finding]:
     if not texts:
         return []
     number = len(texts)
-    return [Finding("warning", f"{number} {plural('warning', number)}, the last: {texts[-1]}")]
+    return [Finding("warning", f"{with_noun(number, 'warning')}, the last: {texts[-1]}")]
 
 
 def _end(values: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from selftask.config.compose.provenance import show_path
 from selftask.config.extensions.user_code import is_users, place_of, user_frames
-from selftask.errors import RunError, UserError, masked, message_of, plural, with_advice
+from selftask.errors import RunError, UserError, masked, message_of, with_advice, with_noun
 from selftask.hooks.failures.non_finite import NonFiniteLoss
 from selftask.logs import LOGGER
 from selftask.logs.events import add_event
@@ -65,7 +65,7 @@ class Ending:
     def finished(self) -> int:
         """Report success; return 0."""
         seconds = time.monotonic() - self.status.started_clock
-        steps = f"{self.step} {plural('step', self.step)}"
+        steps = with_noun(self.step, "step")
         line = f"RUN finished: {steps} in {seconds:.0f} s, {self.task.config.out}"
         if self.task.clock.stopped is not None:
             line += f"; {self.task.clock.stopped}"

@@ -20,7 +20,7 @@ from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import check_data, open_data
 from selftask.data.source import Source
-from selftask.errors import UserError, plural, reason_of
+from selftask.errors import UserError, reason_of, with_noun
 from selftask.files.addresses import is_remote
 from selftask.run.status import Status
 from selftask.slurm import queue
@@ -73,7 +73,7 @@ class Plan:
         slurm = options_of(launch.slurm)
         limit = minutes(slurm.get("time")) or DEFAULT_MINUTES
         default = "" if "time" in slurm else " (launch.slurm.time is not set)"
-        ranks = [f"{n} {plural('rank', n)}" for n in (launch.processes, launch.world_size)]
+        ranks = [with_noun(n, "rank") for n in (launch.processes, launch.world_size)]
         per_rank = config.train.batch_size // launch.world_size
         partition = os.environ.get("SBATCH_PARTITION") or slurm.get("partition", "(the default)")
         lines = {
@@ -81,7 +81,7 @@ class Plan:
             "data": f"{self.num_samples} images",
             "nodes": f"{launch.nodes} x {ranks[0]} = {ranks[1]}",
             "batch": f"{config.train.batch_size} images = {per_rank} a rank",
-            "steps": f"{length.total_steps} in {epochs} {plural('epoch', epochs)}",
+            "steps": f"{length.total_steps} in {with_noun(epochs, 'epoch')}",
             "time": f"{show_minutes(limit)} a job{default}",
             "queue": f"partition {partition}",
             "requeue": (
@@ -201,7 +201,7 @@ def derived_options(
         workers = min(workers, _MAX_DERIVED_CPUS) if is_auto else workers
         derived["cpus_per_task"] = max(1, workers)
         cpus = derived["cpus_per_task"]
-        notes.append(f"{cpus} {plural('CPU', cpus)} a rank; else launch.slurm.cpus_per_task=N")
+        notes.append(f"{with_noun(cpus, 'CPU')} a rank; else launch.slurm.cpus_per_task=N")
     elif is_auto:
         workers = int(cpus_of_rank)
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")

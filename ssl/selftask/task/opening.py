@@ -10,7 +10,7 @@ import torch
 from selftask.config.keys import dotted
 from selftask.config.values.auto_values import cores
 from selftask.distributed.collectives import is_primary
-from selftask.errors import aligned, plural
+from selftask.errors import aligned, plural, with_noun
 from selftask.hooks.base import Task
 from selftask.logs import DETAIL, get_logger
 from selftask.logs.lines import log_summary
@@ -102,7 +102,7 @@ def _device(task: Task) -> str:
     size, train = task.world.size, task.config.train
     ranks = f"{size} ranks ({task.config.parallel.reduce}), " if size > 1 else ""
     threads = torch.get_num_threads()
-    threads_text = f"{threads} {plural('thread', threads)} on {cores()} {plural('core', cores())}"
+    threads_text = f"{with_noun(threads, 'thread')} on {with_noun(cores(), 'core')}"
     origin = task.config.place("train.precision")
     precision = f"{train.precision} ({origin})" if is_settled(task.config) else train.precision
     advice = task.opening.get("precision", precision)

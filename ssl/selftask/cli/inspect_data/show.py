@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from selftask.cli.options import needs_first, take, take_options
-from selftask.errors import UserError, plural
+from selftask.errors import UserError, with_noun
 from selftask.files.paths import expand_user, is_folder
 
 USAGE = """\
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     rows = rows_of(config, sources, number)
     draw(rows, view_names(config.views)).save(out)
     sizes = {f"{view.shape[1]}x{view.shape[0]}": None for view in rows[0].views}
-    shown = f"{len(rows)} {plural('image', len(rows))}"
+    shown = with_noun(len(rows), "image")
     print(
         f"SHOW wrote {out}: {shown} with {len(rows[0].views)} views of {', '.join(sizes)} "
         f"(seed {config.train.seed}, epoch 0){_drawn(rows[0].original.shape[2])}"

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from selftask.cli.options import take_keys, take_options
-from selftask.errors import UserError, plural, printable_line
+from selftask.errors import UserError, printable_line, with_noun
 from selftask.files import paths
 from selftask.files.addresses import is_remote
 from selftask.report.overview.find import find_runs
@@ -110,7 +110,7 @@ def lines_of(folders: list[Path]) -> list[RunLine]:
 
 def _text(lines: list[RunLine], columns: list[str]) -> list[str]:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    counts = f"{len(lines)} {plural('run', len(lines))}: {count_states(lines)}"
+    counts = f"{with_noun(len(lines), 'run')}: {count_states(lines)}"
     return [*text_table(lines, columns_of(lines, columns), width), printable_line(counts)]
 
 

@@ -14,7 +14,7 @@ from selftask.config.checks import grid
 from selftask.config.checks.views import box_problems
 from selftask.config.keys import Problem
 from selftask.config.schema import Component, Config, num_views
-from selftask.errors import UserError, nearest, plural
+from selftask.errors import UserError, nearest, with_noun
 from selftask.registry import BACKBONES, EVALUATIONS, METHODS, REQUIREMENTS, TRAIN_STEPS
 
 OF_BACKBONES = ("tokens", "subset", "attention", "groups", "sparse", "dense", "hidden")
@@ -107,9 +107,9 @@ def count_problems(method: str, declared: Any, numbers: Mapping[str, int]) -> It
 def _range(least: int, most: int | None) -> str:
     """Format a range of view counts: ``2 views``, ``1 view or more``, ``2 to 4 views``."""
     if most == least:
-        return f"{least} {plural('view', least)}"
+        return with_noun(least, "view")
     if most is None:
-        return f"{least} {plural('view', least)} or more"
+        return f"{with_noun(least, 'view')} or more"
     return f"{least} to {most} views"
 
 

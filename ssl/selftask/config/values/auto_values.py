@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from selftask.distributed.world import World
-from selftask.errors import plural
+from selftask.errors import with_noun
 
 _MANY = 1 << 20  # number of cores that means no limit
 _CGROUP = Path("/sys/fs/cgroup")
@@ -56,5 +56,5 @@ def num_workers(processes: int) -> tuple[int, str]:
     started = os.environ.get("LOCAL_WORLD_SIZE", "")
     processes = max(processes, int(started) if started.isdecimal() else 1)
     number = cores()
-    origin = f"auto: {number} {plural('core', number)}, {processes} {plural('rank', processes)}"
+    origin = f"auto: {with_noun(number, 'core')}, {with_noun(processes, 'rank')}"
     return number // processes, origin

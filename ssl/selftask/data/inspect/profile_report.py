@@ -7,7 +7,7 @@ from typing import Any
 
 from selftask.data.inspect.profile import StageTimes
 from selftask.data.loading.data_stall import Cores, workers_advice
-from selftask.errors import plural
+from selftask.errors import with_noun
 
 FILLS_CACHE = ("read", "decode", "read+decode")  # stages that run once with data.cache=ram or disk
 DOMINANT = 0.5  # a stage gets advice if it takes at least this fraction of a worker's time
@@ -114,7 +114,7 @@ def table(result: StageTimes) -> Iterator[str]:
         shares = (f"{name} {share:.0%}" for name, share in result.transforms.items())
         yield f"augment one by one: {', '.join(shares)}"
     yield f"decodes per sample {result.decodes_per_sample:.2f}"
-    workers = f"{result.num_workers} {plural('worker', result.num_workers)}"
+    workers = with_noun(result.num_workers, "worker")
     alone_s = result.worker_s if result.augment_on == "cpu" else total
     times = result.loader_images_per_s * alone_s
     yield (

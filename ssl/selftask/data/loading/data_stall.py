@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from selftask.errors import plural
+from selftask.errors import with_noun
 
 TOO_MUCH = 0.2  # share of time spent waiting
 LONG_ENOUGH = 50  # steps in a row
@@ -59,7 +59,7 @@ class WaitWatch:
 
 def workers_advice(num_workers: int, cores: Cores) -> str | None:
     """Return a message with advice if ``data.num_workers`` does not suit the cores, else None."""
-    here = f"{cores.number} {plural('core', cores.number)}"
+    here = with_noun(cores.number, "core")
     if cores.processes > 1:
         here += f" for {cores.processes} processes"
     if num_workers == 0 and cores.share > 1:

@@ -10,7 +10,7 @@ import numpy as np
 
 from selftask.config.schema import Component
 from selftask.data.transforms.own import check_class, check_own
-from selftask.errors import UserError, plural
+from selftask.errors import UserError, with_noun
 from selftask.registry import TRANSFORMS
 
 RGB = 3
@@ -111,6 +111,5 @@ def needs_number(subject: str, number: int, channels: int, instead: str) -> Iter
     """
     if number != channels:
         yield (
-            f"{subject} is for {number} {plural('channel', number)}, the data have {channels}; "
-            f"{instead}"
+            f"{subject} is for {with_noun(number, 'channel')}, the data have {channels}; {instead}"
         )

@@ -15,7 +15,7 @@ from selftask.batch import Batch, Loss
 from selftask.config.fields import setting
 from selftask.config.schema import total_views
 from selftask.config.schema.optimizer import GroupRule
-from selftask.errors import UserError, plural
+from selftask.errors import UserError, with_noun
 from selftask.meters.accuracy import Accuracy
 from selftask.methods.base import Method, Task
 from selftask.models.build import embed_dim
@@ -58,7 +58,7 @@ class Classification(Method):
                 if count != expected:
                     hint = f", or a head of [{{name: concat_views, num_views: {count}}}, linear]"
                     yield (
-                        f"views: {method} needs {expected} {plural('view', expected)} of an image, "
+                        f"views: {method} needs {with_noun(expected, 'view')} of an image, "
                         f"got {count}; give as many{hint if expected == 1 else ''}"
                     )
             if self.freeze_backbone and config["backbone"].get("lora"):

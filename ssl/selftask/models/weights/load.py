@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selftask.errors import UserError, join_some, nearest, plural
+from selftask.errors import UserError, join_some, nearest, plural, with_noun
 from selftask.logs import get_logger
 from selftask.models.weights.layouts import State, grouped, place
 from selftask.models.weights.positions import interpolate_positions
@@ -159,9 +159,7 @@ def load_weights(
         return  # the weights fit
     log.info("%s: %s", what, match.summary())
     if match.left_out:
-        parts = [
-            f"{name} ({count} {plural('tensor', count)})" for name, count in match.left_out.items()
-        ]
+        parts = [f"{name} ({with_noun(count, 'tensor')})" for name, count in match.left_out.items()]
         log.info("%s: left out: %s", what, join_some(parts, show=8))
     with torch.no_grad():
         for key, value in match.found.items():

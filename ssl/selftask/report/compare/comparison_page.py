@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from selftask.errors import UserError, nearest, plural, shorten
+from selftask.errors import UserError, nearest, shorten, with_noun
 from selftask.report.charts import Chart, Curve, charts_html
 from selftask.report.compare.groups import Comparison, Group, Member, compare
 from selftask.report.compare.paired import Pair, paired
@@ -96,7 +96,7 @@ def comparison_head(comparison: Comparison) -> str:
     return render(
         "compare.head",
         len(members),
-        f"{groups} {plural('configuration', groups)}; {states}",
+        f"{with_noun(groups, 'configuration')}; {states}",
         best_line(comparison),
         _notes(comparison),
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from selftask.errors import plural
+from selftask.errors import with_noun
 from selftask.report.compare.comparison_page import (
     comparison_head,
     comparison_sections,
@@ -53,7 +53,7 @@ def overview_page(title: str, lines: Mapping[str, RunLine]) -> str:
     html = render("compare.overview", [Head(""), *heads], rows)
     script, style = static_text("compare.js"), static_text("compare.css")
     section = Section("Runs", html, "runs-table", script=script, style=style)
-    states = f"{len(lines)} {plural('run', len(lines))}: {count_states(lines.values())}"
+    states = f"{with_noun(len(lines), 'run')}: {count_states(lines.values())}"
     head = render("compare.title", title, states if lines else "no runs yet")
     return _live_page(title, [section], head)
 
