@@ -146,6 +146,23 @@ CASES = {
         rf"{CLI}views\.main\.transforms\.9\.size=3: cannot be set: list index out of range",
         ["views.main.transforms.9.size=3"],
     ),
+    "item without a number": Broken(
+        rf"{CLI}views\.main\.transforms\.x\.size=3: cannot be set: items of a list are numbered "
+        "from 0, and 'x' is no number",
+        ["views.main.transforms.x.size=3"],
+    ),
+    "section for a list": Broken(
+        rf"{CLI}views\.main\.transforms=.*: cannot be set: views\.main\.transforms is a list",
+        ["views.main.transforms={a: 1}"],
+    ),
+    "unfinished reference": Broken(
+        r"my\.yaml:\d+: train\.epochs: no viable alternative at input",
+        edit=("epochs: 3", "epochs: '${'"),
+    ),
+    "set of yaml": Broken(
+        r"my\.yaml:\d+: train\.epochs=.*: expected a number or null",
+        edit=("epochs: 3", "epochs: !!set {a, b}"),
+    ),
     "required field": Broken(
         r"my\.yaml:7: views\.main\.transforms\.0\.size is missing: a whole number",
         edit=(", size: 32", ""),

@@ -12,6 +12,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -217,9 +218,15 @@ def figures(name: str) -> Iterator[str]:
         yield f"| published | {_cell(published)} |"
 
 
+@cache
+def results(league: str) -> dict[str, dict[str, Any]]:
+    """Return the entries of a league by method."""
+    return league_page.read(ROOT / "league", league)
+
+
 def league_row(name: str, league: str) -> Iterator[str]:
     """Yield the top-1 accuracies of a method in a league, and those of its baselines."""
-    entries = league_page.read(ROOT / "league", league)
+    entries = results(league)
     if name not in entries or not is_done(entries[name], LEAGUES[league]):
         return
     runs = league_page.runs_of(entries[name], "cost")
@@ -256,7 +263,7 @@ def proofs(name: str) -> Iterator[str]:
 
 def cost(name: str) -> str:
     """Return the cost that the league has measured, as text; "" if it has not."""
-    runs = league_page.read(ROOT / "league", "digits").get(name, {}).get("runs", {})
+    runs = results("digits").get(name, {}).get("runs", {})
     return f"{runs['relative_cost']['relative']:.1f}" if "relative_cost" in runs else ""
 
 

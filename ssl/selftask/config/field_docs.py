@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from functools import cache
 
 NAME = "_field_docs"  # attribute of classes that `config_class` builds from parts of a file
 
@@ -35,6 +36,7 @@ def field_docs(config: type) -> dict[str, str]:
     return docs
 
 
+@cache
 def _from_source(config: type) -> dict[str, str]:
     """Return the descriptions of an imported class; empty without source, as in a notebook."""
     try:

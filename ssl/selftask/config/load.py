@@ -57,13 +57,13 @@ def load_config(
     parsed, problems = parse_overrides(overrides)  # after the import: short forms may name plug-ins
     try:
         path = recipes.locate(recipe, last_value(parsed, ("data", "name")))
-        merged, layers = compose_recipe(path, may_fetch=trust)
+        values, layers = compose_recipe(path, may_fetch=trust)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from error
-    problems += apply_overrides(merged, layers, parsed)
+    problems += apply_overrides(values, layers, parsed)
     if trust:  # otherwise only modules are allowed that the user has typed
-        import_listed(merged, [Path.cwd(), path.parent], layers.place(("import",)))
-    values, notes = drop_replaced(merged, layers)
+        import_listed(values, [Path.cwd(), path.parent], layers.place(("import",)))
+    notes = drop_replaced(values, layers)
     values = resolve(values, layers, problems, trust=trust)
     values = complete(values, layers, recipe)
     if not trust:

@@ -13,9 +13,9 @@ from typing import Any
 from hydra.core.override_parser import types as hydra_types
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from selftask.config.compose.merging import set_value, value_at
 from selftask.config.compose.provenance import Layer, Layers
 from selftask.config.compose.short_forms import expand
 from selftask.config.extensions.imports import import_entry_points, import_extensions
@@ -205,11 +205,11 @@ def _parser() -> OverridesParser:
     return OverridesParser.create()
 
 
-def apply_overrides(config: DictConfig, layers: Layers, overrides: list[Override]) -> list[str]:
-    """Merge overrides into ``config`` and append them to ``layers`` as one layer.
+def apply_overrides(values: dict[str, Any], layers: Layers, overrides: list[Override]) -> list[str]:
+    """Merge overrides into ``values`` and append them to ``layers`` as one layer.
 
     Args:
-        config: Values so far; changed in place.
+        values: Values so far; changed in place.
         layers: Layers so far; changed in place.
         overrides: Parsed overrides, in order.
 
@@ -219,7 +219,7 @@ def apply_overrides(config: DictConfig, layers: Layers, overrides: list[Override
     problems = []
     layer = Layer({})
     for override in overrides:
-        problem = (_delete if override.delete else _set)(config, override)
+        problem = (_delete if override.delete else _set)(values, override)
         if problem:
             problems.append(problem)
         elif override.delete:
@@ -231,29 +231,29 @@ def apply_overrides(config: DictConfig, layers: Layers, overrides: list[Override
     return problems
 
 
-def _set(config: DictConfig, override: Override) -> str | None:
-    parent = ".".join(override.key[:-1])
+def _set(values: dict[str, Any], override: Override) -> str | None:
+    key = override.key
+    short = value_at(values, key[:-1])[1]
     try:
-        short = OmegaConf.select(config, parent) if override.key[0] == "method" else None
-        if isinstance(short, str):  # method.teacher=timm:NAME method.teacher.weights=none
-            OmegaConf.update(config, parent, {"model": short})
-        key = ".".join(override.key)
-        if isinstance(override.value, list) and OmegaConf.is_dict(OmegaConf.select(config, key)):
+        if key[0] == "method" and isinstance(short, str):
+            # method.teacher=timm:NAME method.teacher.weights=none
+            set_value(values, key[:-1], {"model": short})
+        if isinstance(override.value, list) and isinstance(value_at(values, key)[1], dict):
             return f"{override.place}: expected a section of key: value pairs"
-        removes_all = override.value == {} and override.key in NAMED_ENTRIES
-        OmegaConf.update(config, key, override.value, merge=not removes_all, force_add=True)
-    except (OmegaConfBaseException, IndexError, TypeError, ValueError) as error:
-        return f"{override.place}: cannot be set: {str(error).splitlines()[0]}"
+        removes_all = override.value == {} and key in NAMED_ENTRIES
+        set_value(values, key, override.value, merges=not removes_all)
+    except (IndexError, ValueError) as error:
+        return f"{override.place}: cannot be set: {error}"
     return None
 
 
-def _delete(config: DictConfig, override: Override) -> str | None:
+def _delete(values: dict[str, Any], override: Override) -> str | None:
     parent, name = ".".join(override.key[:-1]), override.key[-1]
-    section = OmegaConf.select(config, parent) if parent else config
-    if isinstance(section, DictConfig) and name in section:
+    section = value_at(values, override.key[:-1])[1]
+    if isinstance(section, dict) and name in section:
         del section[name]
         return None
-    names = [str(key) for key in section] if isinstance(section, DictConfig) else []
+    names = list(section) if isinstance(section, dict) else []
     wrong, hint = ".".join(override.key), nearest(name, names)
     if parent == "hooks" and name in DEFAULT_HOOKS:
         return f"{override.place}: it is a default; {wrong}=null takes it out"

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
+from selftask.config.compose.merging import value_at
 from selftask.config.config_class import config_class
 from selftask.config.keys import NAMED, NAMED_ENTRIES, SCHEDULED, SOURCES, Key, default_name, dotted
 from selftask.config.schema.config import SHARED
@@ -37,11 +36,11 @@ class Layer:
 
     def holds(self, key: Key) -> bool:
         """Return whether this layer sets ``key``."""
-        return _value_at(self.values, key)[0]
+        return value_at(self.values, key)[0]
 
     def value(self, key: Key) -> Any:
         """Return the value of ``key`` in this layer, or None."""
-        return _value_at(self.values, key)[1]
+        return value_at(self.values, key)[1]
 
     def replaces(self, key: Key) -> bool:
         """Return whether this layer sets ``key``, or a section around it, to a non-section value.
@@ -50,7 +49,7 @@ class Layer:
         """
         return any(
             is_set and not isinstance(value, dict)
-            for is_set, value in (_value_at(self.values, key[:n]) for n in range(1, len(key) + 1))
+            for is_set, value in (value_at(self.values, key[:n]) for n in range(1, len(key) + 1))
         )
 
     def place(self, key: Key) -> str | None:
@@ -81,7 +80,7 @@ class Layer:
 
     def drop(self, key: Key) -> None:
         """Remove ``key`` from this layer."""
-        is_set, parent = _value_at(self.values, key[:-1])
+        is_set, parent = value_at(self.values, key[:-1])
         if is_set and isinstance(parent, dict):
             parent.pop(key[-1], None)
 
@@ -135,36 +134,22 @@ def show_path(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def _value_at(value: Any, key: Key) -> tuple[bool, Any]:
-    """Return whether there is a value at ``key``, and the value."""
-    for name in key:
-        if isinstance(value, list) and name.isdigit() and int(name) < len(value):
-            value = value[int(name)]
-        elif isinstance(value, dict) and name in value:
-            value = value[name]
-        else:
-            return False, None
-    return True, value
-
-
-def drop_replaced(merged: DictConfig, layers: Layers) -> tuple[dict[str, Any], list[str]]:
-    """Return the merged values without the arguments of replaced components.
+def drop_replaced(values: dict[str, Any], layers: Layers) -> list[str]:
+    """Remove the arguments of replaced components from the merged values, in place.
 
     Fields that apply to every component of a section are kept, such as the ``lr`` of an optimizer.
     If a method is replaced, arguments that the new method also has are kept.
 
     Args:
-        merged: The values of all layers.
+        values: The values of all layers, with unresolved references.
         layers: The layers; the arguments are removed from these, too.
 
     Returns:
-        Plain values with unresolved references, and a list with a note about the dropped arguments
-        of a replaced method, if any.
+        A list with a note about the dropped arguments of a replaced method, if any.
     """
-    values: dict[str, Any] = OmegaConf.to_container(merged)  # type: ignore[assignment]
     removed: list[str] = []
     for section_key in sorted(_named_sections(values), key=len, reverse=True):  # inner ones first
-        section, renamed = _value_at(values, section_key)[1], _last_renaming(layers, section_key)
+        section, renamed = value_at(values, section_key)[1], _last_renaming(layers, section_key)
         if not renamed or not isinstance(section, dict):
             continue
         keep = {"name", *SHARED.get(section_key, SHARED.get(section_key[:-1], ()))}
@@ -179,9 +164,9 @@ def drop_replaced(merged: DictConfig, layers: Layers) -> tuple[dict[str, Any], l
                 del section[name]
                 removed += [f"{name} ({origin})"] if section_key == METHOD else []
     if not removed:
-        return values, []
+        return []
     text = f"has no {', '.join(removed)}, which the recipe sets: left out"
-    return values, [f"method.name={values['method']['name']} {text}"]
+    return [f"method.name={values['method']['name']} {text}"]
 
 
 def _fields_of_method(name: Any) -> set[str]:
@@ -212,7 +197,7 @@ def _named_sections(values: dict[str, Any]) -> list[Key]:
     entries = [(*key, name) for key in by_name for name in _names_in(values, key)]
     lists: list[Key] = [("eval", "transforms")]
     lists += [("views", group, "transforms") for group in _names_in(values, ("views",))]
-    transforms = [item for key in lists for item in _named_items(_value_at(values, key)[1], key)]
+    transforms = [item for key in lists for item in _named_items(value_at(values, key)[1], key)]
     return [*sorted(NAMED | SCHEDULED | SOURCES), *entries, *transforms]
 
 
@@ -227,5 +212,5 @@ def _named_items(value: Any, key: Key) -> Iterator[Key]:
 
 
 def _names_in(values: dict[str, Any], key: Key) -> list[str]:
-    section = _value_at(values, key)[1]
+    section = value_at(values, key)[1]
     return list(section) if isinstance(section, dict) else []

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigTypeError
 
+from selftask.config.compose.merging import merge, value_at
 from selftask.config.compose.provenance import Layer, Layers, show_path
 from selftask.config.compose.recipes import Bases
 from selftask.config.compose.short_forms import expand
-from selftask.config.keys import Key, is_path
+from selftask.config.keys import Key, dotted, is_path
 from selftask.config.schema import Config
 from selftask.errors import ConfigError, UserError
 from selftask.files.received import read_bytes
@@ -98,8 +97,8 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
 
 
-def compose_recipe(path: Path, *, may_fetch: bool = True) -> tuple[DictConfig, Layers]:
-    """Return the merged config of a recipe file, with unresolved references, and its layers.
+def compose_recipe(path: Path, *, may_fetch: bool = True) -> tuple[dict[str, Any], Layers]:
+    """Return the merged values of a recipe file, with unresolved references, and its layers.
 
     Args:
         path: File of the recipe.
@@ -111,41 +110,27 @@ def compose_recipe(path: Path, *, may_fetch: bool = True) -> tuple[DictConfig, L
     """
     path = path.resolve()
     layers = Layers(_layers_of(path, Bases(path.parent, may_fetch=may_fetch)))
-    merged = OmegaConf.create()
-    for layer in layers:  # without resolving references
+    merged: dict[str, Any] = {}
+    for layer in layers:
         try:
             layer.values = expand(layer.values)
         except UserError as error:  # from the catalog, or an inaccessible path
             raise ConfigError([f"{layer.file}: {error}"]) from error
-        try:
-            merged.merge_with(layer.values)
-        except ConfigTypeError as error:
-            base = OmegaConf.to_container(merged, resolve=False)
-            raise ConfigError(_mixed_kinds(base, layer.values, layer)) from error
+        mixed = list(merge(merged, layer.values))
+        if mixed:
+            raise ConfigError([_of_mixed_kinds(merged, layer, key) for key in mixed])
     return merged, layers
 
 
-def _mixed_kinds(base: Any, values: Any, layer: Layer, key: Key = ()) -> Iterator[str]:
-    """Yield a message for each key that is a list in one of two configs and a section in the other.
-
-    Args:
-        base: Merged values of the bases.
-        values: Those of a file that inherits them.
-        layer: The layer of this file.
-        key: Key of both.
-    """
-    if isinstance(base, dict) and isinstance(values, dict):
-        for name in base.keys() & values.keys():
-            inner = (*key, str(name))
-            yield from _mixed_kinds(base[name], values[name], layer, inner)
-    elif isinstance(base, list) and isinstance(values, dict):
-        name = ".".join(key)
-        yield (
-            f"{layer.place(key)}: {name} is a list in a base; give all of it here, or set keys of "
-            f"its items on the command line: {name}.0.KEY=VALUE"
-        )
-    elif isinstance(base, dict) and isinstance(values, list):
-        yield f"{layer.place(key)}: {'.'.join(key)} is a section in a base; give keys, not a list"
+def _of_mixed_kinds(base: dict[str, Any], layer: Layer, key: Key) -> str:
+    """Return the message for a key that is a list in a base and a section in a file, or reverse."""
+    place, name = layer.place(key), dotted(key)
+    if isinstance(value_at(base, key)[1], dict):
+        return f"{place}: {name} is a section in a base; give keys, not a list"
+    return (
+        f"{place}: {name} is a list in a base; give all of it here, or set keys of its items on "
+        f"the command line: {name}.0.KEY=VALUE"
+    )
 
 
 def _layers_of(path: Path, bases: Bases, inheriting: tuple[Path, ...] = ()) -> Iterator[Layer]:

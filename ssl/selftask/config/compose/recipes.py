@@ -165,9 +165,17 @@ def find_recipe(path: Path) -> Path | None:
 
 def recipe_files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield name (``simclr/digits``) and file of all recipes below a folder, sorted."""
-    paths = (Path(root, file) for root, _, files in os.walk(folder) for file in files)
-    for path in sorted(filter(is_recipe_file, paths)):
-        yield path.relative_to(folder).with_suffix("").as_posix(), path
+    start = os.path.join(folder, "")
+    # Text, not Path: there are hundreds of recipes, listed for each config that is loaded.
+    parts = [
+        os.path.join(root, file).removeprefix(start).split(os.sep)
+        for root, _, files in os.walk(folder)
+        for file in files
+        if is_recipe_file(file)
+    ]
+    for inner in sorted(parts):
+        name = "/".join(inner)
+        yield os.path.splitext(name)[0], Path(start + name)
 
 
 @dataclass

@@ -38,6 +38,8 @@ def resolve(
     Raises:
         ConfigError: If a reference cannot be resolved.
     """
+    if not _has_reference(values):
+        return expand(values)
     try:
         with nullcontext() if trust else patch.dict(BaseContainer._resolvers, clear=True):
             resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
@@ -49,6 +51,15 @@ def resolve(
             text = f"a reference to something outside of the config is not resolved; {REFERENCE}"
         raise ConfigError([*problems, f"{origin or 'config'}: {dotted(key)}: {text}"]) from error
     return expand(resolved)
+
+
+def _has_reference(value: Any) -> bool:
+    """Return whether a text in a value has a ``${...}`` reference."""
+    if isinstance(value, dict):
+        return any(map(_has_reference, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_reference, value))
+    return isinstance(value, str) and "${" in value
 
 
 def complete(values: dict[str, Any], layers: Layers, recipe: str) -> dict[str, Any]:

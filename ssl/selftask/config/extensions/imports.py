@@ -6,12 +6,12 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from selftask.config.extensions.user_code import explain_failure
@@ -44,19 +44,21 @@ def import_extensions(modules: Any, folders: Iterable[Path], origin: str) -> Non
         raise ConfigError(problems)
 
 
-def import_listed(config: DictConfig, folders: Iterable[Path], origin: str | None) -> None:
+def import_listed(values: Mapping[str, Any], folders: Iterable[Path], origin: str | None) -> None:
     """Import the modules of a config's ``import:``, before any name in it is looked up.
 
     Args:
-        config: Merged values, with references.
+        values: Merged values, with references.
         folders: Folders to put first on the search path.
         origin: Origin of ``import:``, for messages; None if it is unknown.
 
     Raises:
         ConfigError: As ``import_extensions``.
     """
+    if not values.get("import"):
+        return
     try:
-        modules = OmegaConf.select(config, "import")
+        modules = OmegaConf.select(OmegaConf.create(dict(values)), "import")
     except OmegaConfBaseException:  # it cannot be resolved, which is reported later
         return
     names = OmegaConf.to_container(modules) if OmegaConf.is_config(modules) else modules
