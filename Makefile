@@ -13,7 +13,7 @@ NEWEST ?= python3.13
 demo: $(VENV)/.installed ## pretrain on handwritten digits and show what was learned
 	$(BIN)/python tools/demo.py
 
-test: style ## style, types and all quick tests: under 12 minutes on 2 cores
+test: style ## style, types and all quick tests: 10 to 20 minutes on 2 cores
 	$(MAKE) --no-print-directory -j 2 types quick
 
 quick: $(VENV)/.tests

@@ -254,7 +254,7 @@ class OfValues(SimCLR):
 
 
 def test_a_method_that_needs_values_is_first_built_in_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, forget_names: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "of_values.py").write_text(OWN_METHOD)
     monkeypatch.chdir(tmp_path)
