@@ -152,7 +152,7 @@ CASES = {
         ["views.main.transforms.x.size=3"],
     ),
     "section for a list": Broken(
-        rf"{CLI}views\.main\.transforms=.*: cannot be set: views\.main\.transforms is a list",
+        rf"{CLI}views\.main\.transforms=.*: cannot be set: views\.main\.transforms: a list cannot be",
         ["views.main.transforms={a: 1}"],
     ),
     "unfinished reference": Broken(

@@ -75,7 +75,7 @@ def set_value(values: dict[str, Any], key: Key, value: Any, *, merges: bool = Tr
         return
     holder = {key[-1]: before}
     for mixed in merge(holder, {key[-1]: value}, key[:-1]):
-        raise ValueError(f"{dotted(mixed)} is a list, and not a section")
+        raise ValueError(f"{dotted(mixed)}: a list cannot be merged with a section")
     parent[index] = holder[key[-1]]
 
 
