@@ -156,7 +156,7 @@ CASES = {
         ["views.main.transforms={a: 1}"],
     ),
     "unfinished reference": Broken(
-        r"my\.yaml:\d+: train\.epochs: no viable alternative at input",
+        r"my\.yaml:\d+: train\.epochs: no valid reference; one is written",
         edit=("epochs: 3", "epochs: '${'"),
     ),
     "set of yaml": Broken(

@@ -62,7 +62,7 @@ class DepthOptions(HeadOptions):
         return (depth > UNKNOWN) & (depth >= self.min_depth) & (depth <= self.max_depth)
 
     def bin_of(self, depth: Tensor) -> Tensor:
-        """Return the bin of each depth, int64 of the same shape; IGNORED if it does not count."""
+        """Return the bin of each depth, int64 of the same shape; IGNORED outside of the range."""
         share = (depth - self.min_depth) / (self.max_depth - self.min_depth)
         number = (share * self.bins).long().clamp(0, self.bins - 1)
         return torch.where(self.counts(depth), number, IGNORED)
@@ -174,7 +174,7 @@ def _measure(
 
 
 def _check_depths(key: str, any_counts: bool, options: DepthOptions) -> None:
-    """Raise UserError if no depth of a set counts."""
+    """Raise UserError if a set has no depth from ``min_depth`` to ``max_depth``."""
     if not any_counts:
         raise UserError(
             f"{key}: no depth is from min_depth={options.min_depth:g} to "

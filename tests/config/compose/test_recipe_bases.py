@@ -154,3 +154,19 @@ def test_a_list_of_a_base_is_given_whole(project: Path) -> None:
     Path("child.yaml").write_text("defaults: [/simclr/digits, _self_]\nout: x\n")
     config = load_config("child.yaml", ["views.main.transforms.0.degrees=9"])
     assert config.views["main"].transforms[0].args["degrees"] == 9
+
+
+@pytest.mark.parametrize("reference", ["${views.main}", "${.main}"])
+@pytest.mark.parametrize("words", [[], ["views.more.count=4"], ["views.more={count: 4}"]], ids=str)
+def test_a_section_over_a_reference_changes_a_copy(
+    reference: str, words: list[str], project: Path
+) -> None:
+    base = f"defaults: [/simclr/digits, _self_]\nviews: {{more: '{reference}'}}\n"
+    Path("base.yaml").write_text(base)
+    Path("child.yaml").write_text("defaults: [base, _self_]\nviews: {more: {count: 3}}\n")
+    main = load_config("simclr/digits", []).views["main"]
+    for recipe in ("base.yaml", "child.yaml"):
+        views = load_config(recipe, words).views
+        assert views["main"] == main
+        assert views["more"].transforms == main.transforms
+        assert views["more"].count == (4 if words else 3 if recipe == "child.yaml" else main.count)

@@ -9,7 +9,11 @@ from unittest.mock import patch
 
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
-from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
+from omegaconf.errors import (
+    GrammarParseError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
 
 from selftask.config.compose.provenance import Layer, Layers
 from selftask.config.compose.recipes import is_recipe_file
@@ -47,6 +51,8 @@ def resolve(
         key = tuple(str(error.full_key or "").replace("[", ".").replace("]", "").split("."))
         origin = layers.place_or_around(key)
         text = str(error).splitlines()[0]
+        if isinstance(error, GrammarParseError):
+            text = "no valid reference; one is written ${section.key}"
         if isinstance(error, UnsupportedInterpolationType) and not trust:
             text = f"a reference to something outside of the config is not resolved; {REFERENCE}"
         raise ConfigError([*problems, f"{origin or 'config'}: {dotted(key)}: {text}"]) from error
