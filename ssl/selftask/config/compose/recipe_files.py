@@ -123,7 +123,7 @@ def compose_recipe(path: Path, *, may_fetch: bool = True) -> tuple[dict[str, Any
 
 
 def _of_mixed_kinds(base: dict[str, Any], layer: Layer, key: Key) -> str:
-    """Return the message for a key that is a list in a base and a section in a file, or vice versa."""
+    """Return the message for a key that is a list in a base and a section in a file, or reverse."""
     place, name = layer.place(key), dotted(key)
     if isinstance(value_at(base, key)[1], dict):
         return f"{place}: {name} is a section in a base; give keys, not a list"
